@@ -241,6 +241,11 @@ class Cell:
         return f"{self.driver.name} | {self.api} | {streaming} | {self.form} | {self.scenario}"
 
     @property
+    def is_played_alone(self) -> bool:
+        """True if it can be played without a server: by clients of the API that the scripted model speaks itself."""
+        return self.api == CHAT and self.form == ATTACH and self.gap is None and not self.scenario.lost
+
+    @property
     def gap(self) -> str | None:
         """Why it cannot pass; None if it has to."""
         reasons = [

@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from agl_core.apis.alone import Alone
+from agl_core.capture import running
 from agl_core.capture.requests import HEADER_RETRIES, rollout_path
 from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
@@ -273,30 +275,55 @@ class Bench:
                 performed = await asyncio.gather(*(_roll_out(program, play, *question) for question in questions))
         return play.faults, performed
 
+    async def play_alone(self, cell: Cell) -> list[str]:
+        """The differences from the expected episodes where the agent calls the model's server itself."""
+        scenario, play, alone = cell.scenario, Play(cell.scenario), Alone()
+        self.stack.upstream.answer = play
+        setting = Setting(cell.api, cell.streaming, cell.form, self.stack.upstream.root, PLACEHOLDER_KEY)
+
+        async def run(number: int, text: str) -> None:
+            rollout = alone.begin(f"r{number}", text)
+            with running(rollout.attempt):
+                await _run(program, play, Question(text, setting.root, setting.api_key))
+            rollout.finish()
+
+        with _process_as_it_was(), cell.driver.attached(cell.form):
+            program = cell.driver.build(scenario, setting)
+            async with asyncio.timeout(_PATIENCE), asyncio.TaskGroup() as tasks:
+                for number, text in enumerate(scenario.questions()):
+                    tasks.create_task(run(number, text))
+        return [*play.faults, *(wrong for e in alone.episodes() for wrong in differences(scenario.expected, e))]
+
 
 async def _roll_out(program: Program, play: Play, attempt: LeasedAttempt, text: str) -> Performed:
     """Run the agent as a worker does."""
     active = attempt.active
     question = Question(text, f"{active.base_url}{rollout_path(*attempt.key)}", active.api_key)
 
-    async def run() -> None:
-        await program(question)
-
     async def inside() -> None:
         with attempt.running():
-            if play.held:
-                first = asyncio.create_task(run())
-                await play.held.arrived.wait()
-                first.cancel()
-                await asyncio.wait([first])
-                play.held.release.set()
-            await (_in_thread(run) if play.in_thread else run())
+            await _run(program, play, question)
 
     try:
         await asyncio.create_task(inside())
     finally:
         episode = await attempt.close()
     return Performed(attempt, episode, await attempt.calls())
+
+
+async def _run(program: Program, play: Play, question: Question) -> None:
+    """Run the agent; one that is given up is cancelled first, and one of a thread runs in a thread."""
+
+    async def run() -> None:
+        await program(question)
+
+    if play.held:
+        first = asyncio.create_task(run())
+        await play.held.arrived.wait()
+        first.cancel()
+        await asyncio.wait([first])
+        play.held.release.set()
+    await (_in_thread(run) if play.in_thread else run())
 
 
 async def _in_thread(run: Callable[[], Coroutine[Any, Any, None]]) -> None:

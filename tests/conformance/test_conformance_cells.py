@@ -13,3 +13,9 @@ import pytest
 @pytest.mark.asyncio(loop_scope="module")
 async def test_cell(cell: Any, bench: Any) -> None:
     await bench.check(cell)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_cell_alone(cell: Any, bench: Any) -> None:
+    """Without a server the same agent gives the same episodes, ids and log-probabilities included."""
+    assert await bench.play_alone(cell) == []
