@@ -1,4 +1,4 @@
-"""The driver: `python -m agl_verl.process`, started by `agl_verl.engine.VerlEngine`. It is veRL's single controller.
+"""The driver: `python -m agl_verl.process`, started by `agl_verl.plugin.VerlEngine`. It is veRL's single controller.
 
 It ends, with a last word to the run, when a node or a process of the engine is lost.
 """

@@ -29,8 +29,7 @@ from agl_core.types import PrefixBreak
 from agl_torch.loading import LoadedModel, load_model, save_policy
 from agl_torch.trainer import PolicyTrainer
 from agl_verl.config import ChosenAlgorithm
-from agl_verl.engine import VerlEngine
-from agl_verl.plugin import VerlOptions
+from agl_verl.plugin import VerlEngine, VerlOptions
 
 from . import parity, verl_bench
 from .recorded import TOO_LONG

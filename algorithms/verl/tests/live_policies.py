@@ -13,8 +13,7 @@ import torch
 from agl_core.capture.requests import HEADER_POLICY
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_torch.loading import LoadedModel, load_model
-from agl_verl.engine import VerlEngine
-from agl_verl.plugin import VerlOptions
+from agl_verl.plugin import VerlEngine, VerlOptions
 
 from . import parity, verl_bench
 from .live_engine import CPU_WEIGHTS, POLICY, ask, own_logprobs, told_logprobs
