@@ -26,7 +26,7 @@ from agl_core.apis.messages import Messages
 from agl_core.apis.responses import Responses
 from agl_core.config.sections import PassthroughSection
 from agl_core.server.gateway import Gateway
-from agl_core.server.keys import ActiveAttempt, Keys, attempt_key
+from agl_core.server.keys import ActiveAttempt, Keys, attempt_key, carries, refused_key
 from agl_core.server.listening import read_body, unless_gone
 from agl_core.server.queue import RolloutQueue
 from agl_core.types import AttemptKey
@@ -172,8 +172,8 @@ def worker_routes(keys: Keys, queue: RolloutQueue, activity: Callable[[], Activi
 
     def leased(request: Request) -> AttemptKey:
         attempt = attempt_key(request.path_params["rollout"], request.path_params["attempt"])
-        keys.check(request, Right.LEASE, attempt)
-        assert attempt is not None, "its key was checked"
+        if attempt is None or not carries(request, keys.of_lease(attempt)):
+            raise refused_key(request, f"This route takes the key of: {Right.LEASE}.")
         return attempt
 
     return [

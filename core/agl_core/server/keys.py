@@ -257,20 +257,15 @@ class Keys:
                 f"host 127.0.0.1."
             )
 
-    def check(self, request: Request, right: Right, attempt: AttemptKey | None = None) -> None:
-        """ApiError 401 unless the request carries a key of this right; `attempt` is the one that its path names."""
+    def check(self, request: Request, right: Right) -> None:
+        """ApiError 401 unless the request carries a key of this right."""
         keys = {
             Right.WORKER: [self.worker],
             Right.OPERATOR: [self.operator],
             Right.EITHER: [self.operator, self.worker],
-            Right.LEASE: [] if attempt is None else [self.of_lease(attempt)],
         }[right]
         if not any(carries(request, key) for key in keys):
             raise refused_key(request, f"This route takes the key of: {right}.")
-
-    def holds(self, secret: str, attempt: AttemptKey) -> bool:
-        """True if this is the secret of the attempt's lease."""
-        return equal_secrets(secret, self.of_lease(attempt))
 
     def holder(self, request: Request, attempts: Iterable[AttemptKey]) -> AttemptKey:
         """The attempt whose agent's key the request carries; ApiError 401 if it is none of these."""

@@ -59,21 +59,11 @@ _KEEP_ALIVE = 75
 
 
 class Listening:
-    """Has a port from the start on, and answers by `app` from `start` to `stop`. ServerError if the port is taken."""
+    """Answers by `app` what comes to a socket, from `start` to `stop`."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._socket = bind(host, port)
-        self.port: int = self._socket.getsockname()[1]
-        self._state = ServerState()
-        self._server: asyncio.Server | None = None
-
-    def close(self) -> None:
-        """Let go of the port without having served."""
-        self._socket.close()
-
-    async def start(self, app: ASGIApp) -> None:
-        """Answer from now on."""
-        config = uvicorn.Config(
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        self._listener, self._state = listener, ServerState()
+        self._config = uvicorn.Config(
             app,
             lifespan="off",
             proxy_headers=False,
@@ -84,15 +74,15 @@ class Listening:
             server_header=False,
             date_header=False,
         )
-        config.load()
+        self._config.load()
+
+    async def start(self) -> None:
         # uvicorn's Server would take signals, and look ten times a second whether it should end.
-        connect = functools.partial(HttpConnection, config, self._state, {})
-        self._server = await asyncio.get_running_loop().create_server(connect, sock=self._socket)
+        connect = functools.partial(HttpConnection, self._config, self._state, {})
+        self._server = await asyncio.get_running_loop().create_server(connect, sock=self._listener)
 
     async def stop(self) -> None:
         """Finish the requests in flight, which get a few seconds, and close the port."""
-        if self._server is None:
-            return
         self._server.close()
         for connection in [*self._state.connections]:
             connection.shutdown()

@@ -23,7 +23,7 @@ from agl_core.apis.errors import ApiError, stopping
 from agl_core.capture.requests import rollout_path
 from agl_core.errors import StoreError
 from agl_core.plugins import RunHooks
-from agl_core.server.keys import ActiveAttempt, Keys, decided, is_tried_again, reported
+from agl_core.server.keys import ActiveAttempt, Keys, decided, equal_secrets, is_tried_again, reported
 from agl_core.store.interface import Store
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
 from agl_core.wire import (
@@ -136,7 +136,7 @@ class RolloutQueue:
         """
         self._beating.add(request.worker)
         secrets = {AttemptKey(held.rollout, held.attempt): held.secret for held in request.attempts}
-        own = {key for key, secret in secrets.items() if self._keys.holds(secret, key)}
+        own = {key for key, secret in secrets.items() if equal_secrets(secret, self._keys.of_lease(key))}
         kept = await self._store.renew(request.worker, own)
         kept |= {key for key in own if key in self.attempts and self.attempts[key].reported not in _TAKEN_AWAY}
         lost = [AttemptRef(**key._asdict()) for key in secrets if key not in kept]

@@ -16,13 +16,12 @@ from starlette.routing import Route
 
 from agl_core import hooks
 from agl_core.config.sections import GatewaySection, ServerSection
-from agl_core.errors import ServerError
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Upstream
 from agl_core.server.api import ModelCalls, Passthrough, document, models_routes, unserved, worker_routes
 from agl_core.server.gateway import Gateway
 from agl_core.server.keys import Attribution, Keys, RolloutSource
-from agl_core.server.listening import Listening, url_of
+from agl_core.server.listening import Listening, bind, url_of
 from agl_core.server.queue import RolloutQueue
 from agl_core.server.upstream import Relay, RunSettings
 from agl_core.store.interface import Store
@@ -97,23 +96,18 @@ class LightningServer:
 
     async def start(self) -> None:
         """Listen; ServerError if a port is taken."""
-        listening = Listening(self._host, self._port)
+        listener = bind(self._host, self._port)
+        self._port = listener.getsockname()[1]
         try:
-            await self._source.start(url_of(self._host, listening.port))
+            await self._source.start(self.base_url)
         except BaseException:
-            listening.close()
+            listener.close()
             raise
-        self._port = listening.port
         if self._upstream is not None:
             self.relay.serve(self._upstream, self._settings)
-        self._listening = listening
         self._watching = [asyncio.create_task(self.queue.watch())]
-        calls = ModelCalls(self._app(), self._gateway, self._passthrough)
-        try:
-            await listening.start(calls)
-        except ServerError:
-            await self.stop()
-            raise
+        self._listening = Listening(ModelCalls(self._app(), self._gateway, self._passthrough), listener)
+        await self._listening.start()
 
     async def begin(self, run: Run) -> None:
         """Take in the rollouts of this restart; what earlier ones left unfinished ends as lost."""
