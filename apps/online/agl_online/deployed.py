@@ -71,7 +71,6 @@ class DeployedVersions(Relay):
     async def running(self) -> AsyncIterator[Self]:
         """Start the engine and load what is stable; an AglError says why that cannot be."""
         try:
-            await self._start()
             await self._refresh()
             yield self
         finally:
@@ -90,8 +89,6 @@ class DeployedVersions(Relay):
                 logger.error("The engine that answers sessions was lost, and is started again: %s", error)
                 await self._stop()
             try:
-                if self._engine is None:
-                    await self._start()
                 await self._refresh()
             except AglError as error:
                 logger.error(
@@ -119,12 +116,13 @@ class DeployedVersions(Relay):
             raise no_upstream()
         return stable
 
-    async def _start(self) -> None:
+    async def _start(self) -> Engine:
         folder = self._run / _FOLDER
         private.make_folder(folder, exist_ok=True)
-        self._engine = make_engine(self._config, folder)
-        upstream = await self._engine.start()
+        engine = self._engine = make_engine(self._config, folder)
+        upstream = await engine.start()
         self.serve(replace(upstream, models={self._policy: self._policy}), self._settings)
+        return engine
 
     async def _stop(self) -> None:
         engine, self._engine = self._engine, None
@@ -134,31 +132,30 @@ class DeployedVersions(Relay):
             await engine.stop()
 
     async def _refresh(self) -> None:
-        """Load what is new, then let sessions have it, then let go of the others."""
+        """Start the engine if there is none; load what is new, then let sessions have it, then let go of the others."""
+        engine = self._engine or await self._start()
         standing = await asyncio.to_thread(self._ledger.current)
         if standing.stable is None:
             raise EngineError(f"No version is stable in {self._run}: call Ledger.begin first.")
-        await self._load(standing.stable)
+        await self._load(engine, standing.stable)
         if standing.canary is not None:
             try:
-                await self._load(standing.canary)
+                await self._load(engine, standing.canary)
             except AglError as error:
                 logger.error("The canary, version %s, cannot be loaded: %s", standing.canary, error)
         self._standing = standing
         for step in sorted(self._loaded - set(standing.serving)):
             if not self._calls[step]:
                 self._loaded.remove(step)
-                assert self._engine is not None
-                await self._engine.withdraw(_model(step))
+                await engine.withdraw(_model(step))
                 self._say(f"version {step} is no longer served")
 
-    async def _load(self, step: int) -> None:
+    async def _load(self, engine: Engine, step: int) -> None:
         if step not in self._loaded:
-            assert self._engine is not None
             checkpoint = Checkpoints(self._run / CHECKPOINTS, keep=1).meant_by(str(step))
             version = Version(self._run, self._policy, step, checkpoint)
             spec = await asyncio.to_thread(policy_spec, version, self._config)
-            await self._engine.publish(_model(step), spec)
+            await engine.publish(_model(step), spec)
             self._loaded.add(step)
             self._say(f"version {step} is served")
 

@@ -83,15 +83,15 @@ def decide_at_gate(
                 f"interval {difference.low:+.3f} to {difference.high:+.3f})"
             )
 
-    def beside(name: str) -> Iterator[tuple[str, float, float, str]]:
-        """A metric in each set and mode: its key, of both versions, and where it was measured."""
+    def of_both(name: str) -> Iterator[tuple[str, float, float]]:
+        """A metric in each set and mode: where it was measured, and its values before and now."""
         for key, now in candidate.metrics.items():
             if key.endswith(f"/{name}"):
                 before = incumbent.metrics.get(key, 0.0)
                 figures.update({key: now, f"{key}/before": before})
-                yield key, now, before, key.removesuffix(f"/{name}").replace("/", ", ")
+                yield key.removesuffix(f"/{name}").replace("/", ", "), before, now
 
-    gains = [f"reward {before:.3f} → {now:.3f} on {where}" for _, now, before, where in beside("reward/mean")]
+    gains = [f"reward {before:.3f} → {now:.3f} on {where}" for where, before, now in of_both("reward/mean")]
     if not comparisons:
         reasons.append("no task was evaluated with both versions")
     if not divergence:
@@ -103,10 +103,10 @@ def decide_at_gate(
                 f"it is {nats:.3f} nats per token from the served version on {where} (more than {_MAX_KL:g})"
             )
     for name, (limit, what) in _MAX_RISES.items():
-        for _, now, before, where in beside(name):
+        for where, before, now in of_both(name):
             if now - before > limit:
                 reasons.append(f"the share of {what} rose from {before:.3f} to {now:.3f} on {where}")
-    for _, now, before, where in beside("length/response"):
+    for where, before, now in of_both("length/response"):
         if before and now > _MAX_LENGTH * max(before, 1.0):
             reasons.append(f"responses grew from {before:.0f} to {now:.0f} tokens on {where}")
     text = "; ".join(reasons or gains)
