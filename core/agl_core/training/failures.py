@@ -141,15 +141,18 @@ def asserted_rewards(episodes: Sequence[Episode]) -> str | None:
     return "the reward is what the agent reports: no rule in [rewards] has a weight"
 
 
-def assertions_in(loaded: LoadedConfig) -> list[Check]:
-    """The alarms on what a run with this configuration takes from the agent's side alone.
+def checks_in(loaded: LoadedConfig) -> list[Check]:
+    """The alarms on rollouts that a run with this configuration may raise; none if it does not look at rewards.
 
-    On tool results, if a rule computes rewards or credit from them; on rewards, if no reward rule has a weight.
+    Those on what the agent's side alone says: on tool results, if a rule computes rewards or credit from them; on
+    rewards, if no reward rule has a weight.
     """
+    if not loaded.is_rewarded:
+        return []
     tables = loaded.config.rewards
     rules = [chosen for name, chosen in loaded.rewards.items() if tables[name].weight]
     counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
-    checks = list[Check]()
+    checks: list[Check] = [no_reward, contradicted_tool_results]
     if any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting):
         checks.append(asserted_tool_results)
     if not any(table.weight and any(mode.trains for mode in table.modes) for table in tables.values()):
@@ -157,16 +160,9 @@ def assertions_in(loaded: LoadedConfig) -> list[Check]:
     return checks
 
 
-async def rollout_alarms(
-    assertions: Sequence[Check], drawn: Drawn, store: Store, *, rewarded: bool = True
-) -> list[Alarm]:
-    """The alarms on the groups of a step; `assertions` are those of the run's settings. Unless a policy is `rewarded`,
-    rewards mean nothing."""
-    seen: dict[Callable[..., str | None], str | None] = {}
-    if rewarded:
-        seen[no_reward] = no_reward(drawn.episodes)
-        seen |= {check: check(drawn.new) for check in (*assertions, contradicted_tool_results)}
-    alarms = [Alarm.of(check, text) for check, text in seen.items() if text is not None]
+async def rollout_alarms(checks: Sequence[Check], drawn: Drawn, store: Store) -> list[Alarm]:
+    """The alarms of these checks on the rollouts of a step, and that on their failures."""
+    alarms = [Alarm.of(check, seen) for check in checks if (seen := check(drawn.new)) is not None]
     if common_failure(drawn.new) and (failure := await failures(store, drawn.new)):
         alarms.append(failure)
     return alarms

@@ -73,8 +73,8 @@ class Trainer:
     checkpoints: Checkpoints
     log: MetricsLog
     observer: Observer
-    assertions: Sequence[Check] = ()
-    """Alarms about what only the agent's side asserts."""
+    checks: Sequence[Check] = ()
+    """The alarms on the rollouts of a step."""
     state: RunState = field(default_factory=RunState)
     watch: Watch = field(default_factory=Watch)
     saved_step: int = field(init=False)
@@ -192,8 +192,7 @@ class Trainer:
         results = await self._update(step, batches)
         updated = time.monotonic()
         records = await self._record(step, batches, results, drawn.rollouts)
-        store, rewarded = self.session.server.store, self.loaded.is_rewarded
-        alarms = await rollout_alarms(self.assertions, drawn, store, rewarded=rewarded)
+        alarms = await rollout_alarms(self.checks, drawn, self.session.server.store)
         stats = await self._stats()
         metrics = {
             **self._metrics(drawn, batches, results, records),

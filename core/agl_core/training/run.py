@@ -24,7 +24,7 @@ from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Watch
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, check_changes, read_state
-from agl_core.training.failures import assertions_in
+from agl_core.training.failures import checks_in
 from agl_core.training.loop import Evaluated, Trainer, uninterrupted
 from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_core.training.session import Session, first_look, open_session
@@ -103,7 +103,7 @@ async def train(
                     checkpoints,
                     log,
                     observer,
-                    assertions=assertions_in(loaded),
+                    checks=checks_in(loaded),
                     state=state,
                     watch=Watch(config.alarms, tuple(config.policies), earlier),
                 )

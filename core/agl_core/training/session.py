@@ -236,17 +236,15 @@ def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
 
 def check_agent(config: RunConfig, sources: Mapping[str, TaskSource], *, imitates: bool = False) -> None:
     """ConfigError if rollouts are to be run and there is no agent, or if no recorded group can be trained on."""
+    fresh = [name for name, source in sources.items() if not isinstance(source, RecordedTasks)]
+    if fresh and config.agent is None:
+        raise ConfigError(
+            f"[agent]: the configuration names no agent, which [tasks.{fresh[0]}] needs. Set agent.entry, or have "
+            f"recorded tasks there."
+        )
     source = sources["train"]
     if not isinstance(source, RecordedTasks):
-        if config.agent is None:
-            raise ConfigError("[agent]: the configuration names no agent, which training needs. Set agent.entry.")
         return
-    held_out = [name for name in sources if not isinstance(sources[name], RecordedTasks)]
-    if held_out and config.agent is None:
-        raise ConfigError(
-            f"[agent]: the configuration names no agent, which the held-out tasks [tasks.{held_out[0]}] are for. Set "
-            f"agent.entry, or leave the held-out tasks out."
-        )
     least = 1 if imitates else min(config.train.min_group_size, config.train.group_size)
     if all(source.members(index) < least for index in range(source.size)):
         raise ConfigError(

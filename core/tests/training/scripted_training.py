@@ -22,7 +22,7 @@ from agl_core.protocols import Buffer, DrawContext, Engine, Progress, TaskSource
 from agl_core.testing import episodes as make
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.failures import StallWatch
+from agl_core.training.failures import StallWatch, contradicted_tool_results, no_reward
 from agl_core.training.loop import Evaluated, Trainer
 from agl_core.training.metrics import MetricsLog, Observer
 from agl_core.training.rollouts import Scored
@@ -279,6 +279,7 @@ def make_bench(
         Checkpoints(folder, keep=100),
         cast(MetricsLog, log),
         Observer(),
+        checks=(no_reward, contradicted_tool_results),
         state=replace(state) if state else RunState(),
     )
     return Bench(trainer, collector, engine, store, log)

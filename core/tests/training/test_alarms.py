@@ -19,7 +19,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Hold
 from agl_core.testing.server import running_stack, until
 from agl_core.training.alarms import CHECKS, Numbers, Watch
-from agl_core.training.failures import asserted_rewards, asserted_tool_results, check_patience, who_waits
+from agl_core.training.failures import asserted_rewards, asserted_tool_results, check_patience, checks_in, who_waits
 from agl_core.training.metrics import MetricsLog
 from agl_core.types import (
     AlarmName,
@@ -267,7 +267,7 @@ async def test_groups_that_are_too_small_are_so_for_another_reason(tmp_path: Pat
 async def test_a_reward_that_the_agent_alone_reports_is_told_once(tmp_path: Path) -> None:
     bench = make_bench(tmp_path, steps=3)
     bench.collector.reports = True
-    bench.trainer.assertions = [asserted_tool_results, asserted_rewards]
+    bench.trainer.checks = [asserted_tool_results, asserted_rewards]
 
     lines = await messages(bench)
 
@@ -282,6 +282,8 @@ async def test_only_algorithms_that_look_at_rewards_raise_alarms_about_them(tmp_
     bench.collector.judges = False
     bench.collector.reward = lambda rollout: 0.0
     object.__setattr__(bench.trainer.loaded, "is_rewarded", is_rewarded)
+    if not is_rewarded:
+        bench.trainer.checks = checks_in(bench.trainer.loaded)
     await bench.trainer.train()
     assert {alarm.name for alarm in bench.log.alarms} == (
         {AlarmName.NO_REWARD, AlarmName.NO_CONTRAST} if is_rewarded else set()

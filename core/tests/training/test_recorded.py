@@ -308,9 +308,9 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path: P
     alone = {"train": {"group_size": 1}}
     check_agent(config(**alone), {"train": source})
     fresh: Any = type("Fresh", (), {"size": 1, "task": None})()
-    with pytest.raises(ConfigError, match=r"names no agent, which the held-out tasks \[tasks.eval\] are for"):
+    with pytest.raises(ConfigError, match=r"names no agent, which \[tasks.eval\] needs"):
         check_agent(config(**alone), {"train": source, "eval": fresh})
-    with pytest.raises(ConfigError, match="names no agent, which training needs"):
+    with pytest.raises(ConfigError, match=r"names no agent, which \[tasks.train\] needs"):
         check_agent(config(), {"train": fresh})
 
 
