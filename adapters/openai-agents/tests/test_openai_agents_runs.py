@@ -21,7 +21,7 @@ import agl_core
 from agl_core.capture import running, unpack_variables
 from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.types import ToolStatus
-from agl_openai_agents import runs
+from agl_openai_agents import AglProcessor, runs
 
 from .responses_upstream import by_agent
 from .sample_agents import add, broken, solver
@@ -346,6 +346,9 @@ def test_outside_rollouts_it_goes_on_as_before(
         run_briefly(solver(), "hello")
     run_briefly(solver(), "hello")
     assert sent(exports) == 2 * before
+    agents.add_trace_processor(AglProcessor())
+    run_briefly(solver(), "hello")
+    assert sent(exports) == 3 * before
 
 
 def test_a_module_of_the_users_own_that_is_called_agents(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class AloneRollout:
     def __init__(self, id: str, input: Any, ended: deque[AloneRollout]) -> None:
         self.attempt = AttemptContext(id, 0, "", "", Recording(), calls=[])
         """To be entered by what runs the agent."""
-        self.input = input
+        self.input: Json = jsonable(input)
         self._started, self._ended = time.time(), ended
         self._record: Attempt | None = None
 
@@ -85,7 +85,7 @@ class AloneRollout:
             run="alone",
             restart=0,
             group=id,
-            task=Task(id, jsonable(self.input)),
+            task=Task(id, self.input),
             # The sampling was not fixed by agl, so it is not training data.
             mode=Mode.EVAL_SAMPLED,
             step=0,
