@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import httpx
 import numpy as np
@@ -25,15 +26,14 @@ from agl_core.errors import EngineError
 from agl_core.types import FinishReason, Logprobs, Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One token of a response."""
+class SampledToken(NamedTuple):
+    """One token of a response; a tuple, because one is made for each."""
 
     choice: int
     id: int
     logprob: float
     """log-softmax(logits / temperature) at the id, over all tokens that the grammar allows."""
-    likeliest: Mapping[int, float] = field(default_factory=dict)
+    likeliest: Mapping[int, float] = MappingProxyType({})
     """The likeliest ids at its position and their log-probabilities, best first; empty if not asked for."""
     is_free: bool = True
     """False where it was forced, or the only one that the grammar allows."""
