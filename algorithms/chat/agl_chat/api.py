@@ -31,7 +31,7 @@ from agl_chat.formats import Message, Parsed, ToolFormat
 from agl_chat.parsing import ReplyParser, ResponseText
 from agl_chat.requests import ChatRequest, normalise, parse_request
 from agl_core.apis.dialect import unsupported, wrong
-from agl_core.apis.errors import CONTEXT_OVERFLOW, ApiError, openai_error, openai_problem
+from agl_core.apis.errors import CONTEXT_OVERFLOW, ApiError, openai_error, openai_problem, rendered
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_MOVED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
 from agl_core.server.listening import unless_gone
@@ -59,9 +59,8 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
 
     async def list_models(request: HttpRequest) -> HttpResponse:
         check_key(request)
-        return _json(
-            {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "agl"} for name in models]}
-        )
+        listed = [{"id": name, "object": "model", "owned_by": "agl"} for name in models]
+        return rendered({"object": "list", "data": listed})
 
     async def chat_completions(request: HttpRequest) -> HttpResponse:
         check_key(request)
@@ -81,7 +80,7 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
             return StreamingResponse(_events(first, chunks), 200, headers, media_type="text/event-stream")
         generated = await unless_gone(request, backend.generate(exchange.request))
         headers[HEADER_POLICY] = str(generated.version)
-        return _json(model.finish(exchange, generated), headers)
+        return rendered(model.finish(exchange, generated), 200, headers)
 
     async def refuse(request: HttpRequest, error: Exception) -> HttpResponse:
         return openai_error(_api_error(error))
@@ -112,10 +111,6 @@ async def _events(first: Mapping[str, Any], chunks: AsyncGenerator[Mapping[str, 
 
 def _event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(body) + b"\n\n"
-
-
-def _json(body: Any, headers: Mapping[str, str] | None = None) -> HttpResponse:
-    return HttpResponse(orjson.dumps(body), 200, headers, media_type="application/json")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
