@@ -60,8 +60,8 @@ smollm: install ## Train a real language model, SmolLM2-135M, on the CPU to answ
 
 smollm-calculator: install ## The same model with a calculator, after a short warm-up (half an hour, 8 GB)
 	@$(BIN)/python examples/smollm/fetch.py --out examples/smollm/policy
-	@$(BIN)/python examples/smollm/calculator/warm_up.py --model examples/smollm/policy \
-		--out examples/smollm/calculator/policy
+	@test -d examples/smollm/calculator/policy || { $(BIN)/agl train examples/smollm/calculator/warm_up.toml && \
+		cp -rL $$(ls -td runs/smollm-warm-up*/model | head -1) examples/smollm/calculator/policy; }
 	@$(BIN)/agl train examples/smollm/calculator/train.toml
 
 install: $(STAMP) ## Create .venv and install everything from constraints.txt (once)
@@ -163,7 +163,7 @@ gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); pr
 		$(PYTHON) -m tests.gpu
 
 policy: install ## Make the calc example's policy anew (about twenty minutes)
-	@$(BIN)/python examples/imitation.py calc --out examples/calc/policy
+	@$(BIN)/python examples/make_policy.py calc --out examples/calc/policy
 
 faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour)
 	@AGL_FAULT_STORMS=34 $(PYTEST) -v -m storm tests/faults/test_faults.py -k kills

@@ -13,10 +13,10 @@ import pytest
 from fetch import ConversionError, check_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from sum_tool import TOOLS, use
+from make_demonstrations import COUNT, FILE, demonstration
+from sum_tool import use
 from sums import Split, sums
 from transformers import AutoTokenizer
-from warm_up import PlainTextDemonstrations, conversation
 
 from agl_chat.conversation import ChatText
 
@@ -64,19 +64,20 @@ def test_what_the_calculator_refuses_is_an_error(expression: Any) -> None:
     assert use(json.dumps({"expression": expression})).startswith("error: ")
 
 
-def test_demonstrations_are_what_the_engine_shows_and_parses() -> None:
+def test_demonstrations_are_right_and_are_what_the_engine_shows_and_parses() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.chat_template = TURNS
-    shown = PlainTextDemonstrations(conversation, TOOLS)
-    for index in range(20):
-        messages = conversation(0, index)
-        ids, sampled = shown.encode(tokenizer, messages)
-        replies = tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if own]).split("<|im_end|>")
-        parsed = ChatText(tokenizer, [tokenizer.eos_token_id]).tool_format.parse(replies[0])
+    text = ChatText(tokenizer, [tokenizer.eos_token_id])
+    lines = FILE.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [demonstration(index) for index in range(COUNT)]
+    for line in map(json.loads, lines):
+        question, call, result, answer = line["messages"]
+        rendered = text.render([question, call], tools=line["tools"], prompt=False)
+        parsed = text.tool_format.parse(rendered.rpartition("<|im_start|>assistant\n")[2].partition("<|im_end|>")[0])
         expression = parsed.calls[0].arguments["expression"]
-        assert f" {expression} =" in messages[0]["content"]
-        assert use(json.dumps({"expression": expression})) == messages[2]["content"]
-        assert replies[1:] == [f"The answer is {messages[2]['content']}.", ""]
+        assert question["content"].endswith(f": {expression} =")
+        assert use(json.dumps({"expression": expression})) == result["content"]
+        assert answer["content"] == f"The answer is {result['content']}."
 
 
 EXAMPLES = Path(__file__).parents[2]
