@@ -163,7 +163,7 @@ gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); pr
 		$(PYTHON) -m tests.gpu
 
 policy: install ## Make the calc example's policy anew (about twenty minutes)
-	@$(BIN)/python examples/make_policy.py calc --out examples/calc/policy
+	@$(BIN)/python examples/imitation.py calc --out examples/calc/policy
 
 faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour)
 	@AGL_FAULT_STORMS=34 $(PYTEST) -v -m storm tests/faults/test_faults.py -k kills
