@@ -191,10 +191,9 @@ class _Resolver:
     def trackers(self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]) -> dict[str, Chosen]:
         """The trackers: those of the sections, and TensorBoard where it is installed; without those that are False."""
         trackers = {}
-        tables: Mapping[str, Any] = (
-            {_TENSORBOARD: {}} if _TENSORBOARD in self._plugins.components(kinds.TRACKER) else {}
-        )
-        for name, settings in {**tables, **sections}.items():
+        installed = self._plugins.components(kinds.TRACKER)
+        by_default: Mapping[str, Any] = {_TENSORBOARD: {}} if _TENSORBOARD in installed else {}
+        for name, settings in {**by_default, **sections}.items():
             if settings is not False and (tracker := self._chosen(kinds.TRACKER, name, settings, ("trackers", name))):
                 trackers[name] = tracker
         return trackers
