@@ -196,9 +196,7 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         units = "CPU worker processes" if on_cpu else "GPUs"
         use = f"train, and {options.serving_gpus} more serve" if options.serving_gpus else "train and serve by turns"
         resources = f"{options.nodes} (nodes) x {options.gpus_per_node} {units}, which {use}"
-        return "\n".join(
-            [*settings, f"# Above is what veRL is told, beyond its defaults. It would take {resources}.", ""]
-        )
+        return "\n".join([*settings, f"# Above is what veRL gets beyond its defaults. It would take {resources}.", ""])
 
 
 @hookimpl
