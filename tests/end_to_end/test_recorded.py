@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,9 @@ def test_a_policy_imitates_the_trained_agent_of_a_file(agl: Any, conversations: 
 
     assert "verdict: learned: the held-out loss (eval) fell from" in said
     assert "alarm" not in said
+    trained = agl.summary("learned")["trained_tokens"]
+    assert trained["exact_share"] is None
+    assert re.search(f"^tokens +{trained['count']} trained on$", said, re.MULTILINE), "nothing was sampled: no proof"
     first, *steps, last = agl.metrics("learned")
     assert last["eval/loss"] < first["eval/loss"] / 2
     assert last["eval/accuracy"] > first["eval/accuracy"]

@@ -172,19 +172,19 @@ def print_summary(
     idle = transitions["without_advantage"]
     idle_note = f" ({idle} of them with an advantage of 0)" if idle else ""
 
-    share = summary.exact_share
-    exact = "" if share is None else f"; proved to be what was sampled: {share:.2%}"
     best = "" if summary.best in (None, summary.checkpoint) else f"; with the best evaluation: {summary.best}"
 
     def listed(prefix: str) -> str:
         return ", ".join(f"{count} {name}" for name, count in sorted(counts(summary.steps, prefix).items())) or "none"
 
+    share = summary.exact_share
+    proof = "" if share is None else f": {listed('proved/')}; proved to be what was sampled: {share:.2%}"
     facts = [
         ("steps", f"{state.step}, in {state.seconds:.0f} s{', stopped early' if summary.stopped_by else ''}"),
         ("memory", f"{state.peak_rss_bytes / 2**20:.0f} MiB at most"),
         ("rollouts", listed("ending/")),
         ("transitions", f"{transitions['kept']} trained on{idle_note}; dropped: {listed('dropped/')}"),
-        ("tokens", f"{summary.proved.total()} trained on: {listed('proved/')}{exact}"),
+        ("tokens", f"{summary.proved.total()} trained on{proof}"),
         ("checkpoint", f"{summary.checkpoint or 'none'}{best}"),
         ("model", ", ".join(map(str, summary.models)) or "none"),
         ("summary", str(summary.file)),

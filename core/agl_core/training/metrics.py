@@ -336,6 +336,8 @@ class Summary:
     """The checkpoint with the best evaluation."""
     problems: dict[str, int]
     """Failures of adapters."""
+    samples: bool = True
+    """False if all that was trained on was recorded before."""
 
     def rewards(self, set_name: str = HEADLINE_SET) -> dict[str, dict[str, float | None]]:
         """`{"before": {"greedy": …, "sampled": …}, "after": …}` of one held-out set; None: not evaluated (again).
@@ -377,8 +379,8 @@ class Summary:
 
     @property
     def exact_share(self) -> float | None:
-        """The share of trained tokens that are proved exact; None if none was trained."""
-        return self.proved[Proof.EXACT] / self.proved.total() if self.proved else None
+        """The share of trained tokens that are proved exact; None if the run sampled none of them."""
+        return self.proved[Proof.EXACT] / self.proved.total() if self.proved and self.samples else None
 
     def as_json(self, verdict: Mapping[str, Json] | None = None) -> dict[str, Any]:
         state, transitions = self.state, counts(self.steps, "transitions/")

@@ -18,6 +18,7 @@ from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.config.models import RunConfig
 from agl_core.config.sections import GatewaySection
 from agl_core.errors import CheckpointError, ConfigError, EngineError, ServerError, StoreError, TrainingError
+from agl_core.protocols import RecordedTasks
 from agl_core.server import Keys, LightningServer
 from agl_core.server.keys import RolloutSource, SourceFactory
 from agl_core.server.upstream import RunSettings
@@ -129,6 +130,7 @@ async def train(
                     checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
                     best=checkpoints.best(),
                     problems=dict(worker.problems) if worker else {},
+                    samples=source is not None or not isinstance(session.tasks["train"], RecordedTasks),
                 )
 
 
