@@ -111,11 +111,11 @@ def memory_bytes(loaded: LoadedModel, algorithm: Algorithm, *, tokens_per_pass: 
 def seconds(loaded: LoadedModel, algorithm: Algorithm, work: Workload) -> float:
     """Of sampling and training; in both, the rollouts of a group share its prompt."""
     token = token_seconds(loaded.model, loaded.device)
-    rollouts = work.groups * work.group_size
-    sampled = (rollouts * work.steps + work.evaluated) * work.response_tokens * DECODING
-    prompts = work.groups * work.steps * work.prompt_tokens
-    read = prompts + work.evaluated * work.prompt_tokens
-    learned = (prompts + rollouts * work.steps * work.response_tokens) * passes_of(algorithm)
+    groups = work.groups * work.steps
+    sampled_groups = 0 if work.is_recorded else groups
+    sampled = (sampled_groups * work.group_size + work.evaluated) * work.response_tokens * DECODING
+    read = (sampled_groups + work.evaluated) * work.prompt_tokens
+    learned = groups * (work.prompt_tokens + work.group_size * work.response_tokens) * passes_of(algorithm)
     trained = sum(weight.numel() for weight in loaded.model.parameters() if weight.requires_grad)
     steps = work.steps * algorithm.epochs * algorithm.minibatches
     return float(token * (sampled + read + learned) + STEP_SECONDS * trained * steps)

@@ -241,3 +241,12 @@ def test_more_work_and_more_passes_take_longer(checkpoint: Path) -> None:
         assert needs(checkpoint, replace(WORK, **{field: 2 * getattr(WORK, field)})).seconds > least
     for options in ({"beta": 0.1}, {"beta": 0.0, "epochs": 2}, {"beta": 0.0, "minibatches": 2}):
         assert needs(checkpoint, algorithm_options=options).seconds > least
+
+
+@pytest.mark.usefixtures("_steady_clock")
+def test_rollouts_that_were_recorded_take_no_time_to_sample(checkpoint: Path) -> None:
+    sampled = replace(WORK, groups=32, group_size=1)
+    recorded = replace(sampled, is_recorded=True)
+    as_evaluations = replace(recorded, evaluated=sampled.evaluated + 32 * sampled.steps)
+    assert needs(checkpoint, recorded).seconds < needs(checkpoint, sampled).seconds
+    assert needs(checkpoint, as_evaluations).seconds == pytest.approx(needs(checkpoint, sampled).seconds)

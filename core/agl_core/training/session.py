@@ -205,6 +205,7 @@ def workload(loaded: LoadedConfig) -> Workload:
         evaluated=evaluations * len(held_out.modes) * tasks,
         prompt_tokens=TEMPLATE_TOKENS + len(orjson.dumps(source.task(0).input)) // CHARACTERS_PER_TOKEN,
         response_tokens=config.sampling.max_tokens,
+        is_recorded=isinstance(source, RecordedTasks),
     )
 
 

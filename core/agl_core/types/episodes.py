@@ -259,6 +259,8 @@ class Workload:
     """Rollouts of all its evaluations together."""
     prompt_tokens: int
     response_tokens: int
+    is_recorded: bool = False
+    """Only those of evaluations are sampled."""
 
 
 @dataclass(frozen=True)

@@ -319,4 +319,6 @@ def test_the_work_of_a_step_is_counted_by_what_was_recorded(tmp_path: Path) -> N
     source = Recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
     tasks = {"train": SimpleNamespace(build=lambda *context: source)}
     loaded: Any = SimpleNamespace(config=config(), tasks=tasks, folder=tmp_path, imitates=True)
-    assert workload(loaded).group_size == 3 != loaded.config.train.group_size
+    work = workload(loaded)
+    assert work.is_recorded
+    assert work.group_size == 3 != loaded.config.train.group_size
