@@ -173,16 +173,23 @@ class Learner(Trainer):
         await self.deployed.refresh()
 
     async def _follow(self) -> None:
-        """Take the weights back to the stable version if they come from one that was rejected or rolled back."""
+        """Take the weights back to the stable version if they come from a later one that was rejected or rolled back.
+
+        The stable version itself may come from such a one: an operator can make an earlier version stable again, and
+        roll it back then.
+        """
         standing, state = self.ledger.current(), self.state
+        assert standing.stable is not None, "the run is deployed"
+        since_stable = updates_since(standing.stable, state.step, state.resets)
         refused = (
             step
             for step in standing.decided
             if standing.state(step) in (State.REJECTED, State.ROLLED_BACK)
-            and updates_since(step, state.step, state.resets) is not None
+            and (updates := updates_since(step, state.step, state.resets)) is not None
+            and (since_stable is None or updates < since_stable)
         )
         latest = max(refused, default=None)
-        if latest is None or standing.stable is None:
+        if latest is None:
             return
         await uninterrupted(self._load(standing.stable))
         state.resets.append([state.step, standing.stable])

@@ -116,6 +116,18 @@ async def test_an_operator_who_rolls_back_is_followed(tmp_path: Path) -> None:
         assert w.engine.made_by == [6, 7]
 
 
+async def test_the_weights_stay_if_the_stable_version_comes_from_one_that_was_given_up(tmp_path: Path) -> None:
+    async with world(tmp_path, learn={"canary": {"share": 0.0}}) as w:
+        await w.train(9)
+        assert w.ledger.current().stable == 8
+        for step, state in ((4, State.STABLE), (4, State.ROLLED_BACK)):
+            w.ledger.record(Decision(step, state, By.OPERATOR, "by hand"))
+        assert w.ledger.current().stable == 8
+        await w.train(11)
+        assert w.learner.state.resets == []
+        assert w.engine.made_by == list(range(1, 12))
+
+
 def reasons(taken: Drawn) -> dict[str, str | None]:
     return {episode.rollout: episode.dropped for episode in taken.new}
 
