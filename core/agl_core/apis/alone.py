@@ -22,6 +22,7 @@ from agl_core.apis.responses import Responses
 from agl_core.apis.streams import LAST_EVENT, STREAM_TYPE, data_of
 from agl_core.capture import AttemptContext, Recording, jsonable, report_problem, unpack_variables
 from agl_core.capture.requests import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_STATE, SentCall
+from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.learning.transitions import build_episode
 from agl_core.types import (
     Attempt,
@@ -30,6 +31,7 @@ from agl_core.types import (
     Episode,
     Json,
     Mode,
+    Reward,
     Rollout,
     RolloutState,
     Sampling,
@@ -99,6 +101,7 @@ class AloneRollout:
             replace(self._record, bypassed=dict(bypassed) or None),
             calls,
             [replace(report, rollout=id) for report in recording.tool_results],
+            [Reward(id, 0, report.name, report.value, AGENT_SOURCE) for report in recording.rewards],
         )
 
 

@@ -19,6 +19,7 @@ import agl_core
 from agl_core.apis.alone import Alone
 from agl_core.apis.reply import called, reasoning_of
 from agl_core.capture import identify, running
+from agl_core.learning.rewards import reported
 from agl_core.testing.scripts import Drop, Fail, Say
 from agl_core.testing.server import Stack
 from agl_core.types import Ending, Episode, FinishReason
@@ -170,6 +171,18 @@ async def test_a_call_by_another_library_is_counted(stack: Stack) -> None:
     rollout.finish()
     (episode,) = alone.episodes()
     assert (episode.ending, episode.bypassed) == (Ending.NO_CALL, {f"{stack.url()}/chat/completions": 1})
+
+
+def test_the_rewards_that_the_agent_reports_are_in_the_episode() -> None:
+    alone = Alone()
+    rollout = alone.begin("r")
+    with running(rollout.attempt):
+        agl_core.reward(0.5)
+        agl_core.reward(1, name="short")
+    rollout.finish()
+    (episode,) = alone.episodes()
+    assert [(r.rollout, r.name, r.value) for r in episode.rewards] == [("r", "reward", 0.5), ("r", "short", 1.0)]
+    assert reported(episode) == 1.5
 
 
 def test_the_latest_runs_are_kept() -> None:
