@@ -180,14 +180,12 @@ class _Forker:
         exited: list[tuple[socket.socket, int]] = []
         any_ended = False
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                pid, any_ended = ended.si_pid, True
-                if pid in self._leashes:  # Until it is waited for, its process group cannot become another's.
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, any_ended = ended[0], True
+                if pid in self._leashes:  # While its process group has others, no new one gets that number.
                     _signal_tree(pid, signal.SIGKILL)
-                    exited.append((self._leashes.pop(pid), os.waitpid(pid, 0)[1]))
+                    exited.append((self._leashes.pop(pid), ended[1]))
                     self._kill_at.pop(pid, None)
-                else:
-                    os.waitpid(pid, 0)
         if any_ended:
             self._end_orphans()
         for leash, status in exited:
