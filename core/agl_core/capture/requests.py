@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
@@ -65,6 +66,8 @@ MODEL_CALL = re.compile(
 """
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _Send: TypeAlias = Callable[..., Any]
+_SENDING: ContextVar[str | None] = ContextVar("agl_sending", default=None)
+"""The URL that httpx sends a request to: its transport may be another library, as LiteLLM's is aiohttp."""
 
 
 @dataclass(slots=True, eq=False)
@@ -263,15 +266,19 @@ def _httpx(library: ModuleType, stamper: Stamper, patches: Patches) -> None:
 
     @contextmanager
     def sending(_: Any, request: Any, *args: Any, **kwargs: Any) -> Iterator[SentCall | None]:
-        if call := _kept_call(request):
-            with stamper.stamped(request.method, call.headers):
-                yield call
-            keep_reply(call)
-        elif goes_to_the_server(str(request.url)):
-            with stamper.stamped(request.method, request.headers):
+        before = _SENDING.set(str(request.url))
+        try:
+            if call := _kept_call(request):
+                with stamper.stamped(request.method, call.headers):
+                    yield call
+                keep_reply(call)
+            elif goes_to_the_server(str(request.url)):
+                with stamper.stamped(request.method, request.headers):
+                    yield None
+            else:
                 yield None
-        else:
-            yield None
+        finally:
+            _SENDING.reset(before)
 
     @guarded
     def keep_reply(call: SentCall) -> None:
@@ -351,7 +358,7 @@ def _aiohttp(library: ModuleType, stamper: Stamper, patches: Patches) -> None:
 def _headers_to_stamp(url: str, headers: Any) -> dict[str, str] | None:
     """The headers of a request to the server, by names in lower case; None for any other, and one that is stamped."""
     try:
-        if not goes_to_the_server(url):
+        if url == _SENDING.get() or not goes_to_the_server(url):
             return None
         by_name = {_text(name).lower(): _text(value) for name, value in _pairs(headers)}
     except Exception as error:

@@ -173,6 +173,30 @@ async def test_a_call_by_another_library_is_counted(stack: Stack) -> None:
     assert (episode.ending, episode.bypassed) == (Ending.NO_CALL, {f"{stack.url()}/chat/completions": 1})
 
 
+class AiohttpTransport(httpx.AsyncBaseTransport):
+    """Sends what httpx is given through aiohttp, as LiteLLM does."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        body = await request.aread()
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(request.method, str(request.url), headers=request.headers, data=body) as response,
+        ):
+            return httpx.Response(response.status, content=await response.read())
+
+
+async def test_a_call_that_is_recorded_is_not_counted_though_another_library_carries_it(endpoint: Endpoint) -> None:
+    rollout = endpoint.alone.begin("r")
+    headers = {"Authorization": f"Bearer {endpoint.stack.key(endpoint.key)}"}
+    url = f"{endpoint.stack.url(endpoint.key)}/chat/completions"
+    async with httpx.AsyncClient(transport=AiohttpTransport(), headers=headers) as client:
+        with running(rollout.attempt):
+            await client.post(url, json=SMALLEST["chat/completions"])
+    rollout.finish()
+    (episode,) = endpoint.alone.episodes()
+    assert (len(episode.transitions), episode.bypassed) == (1, None)
+
+
 def test_the_rewards_that_the_agent_reports_are_in_the_episode() -> None:
     alone = Alone()
     rollout = alone.begin("r")
