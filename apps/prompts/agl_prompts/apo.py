@@ -56,7 +56,7 @@ async def apo(search: Search) -> None:
     while True:
         await search.check_progress(_MAX_IDLE)
         name, round_ = names[round_ % len(names)], round_ + 1
-        minibatch = chance.sample(search.feedback, min(search.settings.minibatch, len(search.feedback)))
+        minibatch = chance.sample(search.feedback, search.minibatch)
         edited: dict[str, tuple[float, Candidate]] = {}
         for candidate in beam:
             episodes = await search.evaluate(candidate, minibatch)

@@ -94,7 +94,7 @@ async def gepa(search: Search) -> None:
         valset=search.validation,
         adapter=rollouts,
         reflection_lm=rollouts.reflect,
-        reflection_minibatch_size=min(search.settings.minibatch, len(search.feedback)),
+        reflection_minibatch_size=search.minibatch,
         stop_callbacks=rollouts.is_over,
         logger=rollouts,
         seed=search.config.seed,

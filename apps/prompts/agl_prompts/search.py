@@ -64,6 +64,7 @@ class Search:
         count = min(settings.validation, size // 2)
         self.validation, self.feedback = list(range(count)), list(range(count, size))
         """Positions in training."""
+        self.minibatch = min(settings.minibatch, len(self.feedback))
         self.seed = {name: prompt.text or prompt.replace or "" for name, prompt in config.prompts.items()}
         self.candidates: list[Candidate] = []
         self.scores: dict[int, float] = {}
@@ -132,8 +133,8 @@ class Search:
         return [self._episodes[name] for name in names]
 
     async def propose(self, request: str) -> str:
-        """The proposer's reply. SearchOverError if no rollout is left to try it."""
-        self._check_budget(1)
+        """The proposer's reply. SearchOverError if too few rollouts are left to try it and to give it a score."""
+        self._check_budget(self.minibatch + len(self.validation))
         return await self._proposer.propose(request)
 
     async def held_out(self, candidate: Candidate) -> dict[str, float]:
@@ -152,8 +153,10 @@ class Search:
             raise SearchOverError("nothing new is proposed")
 
     def _check_budget(self, rollouts: int) -> None:
-        if self.spent + rollouts > self.settings.budget:
-            raise SearchOverError(f"the budget of {self.settings.budget} rollouts is spent")
+        budget, left = self.settings.budget, self.settings.budget - self.spent
+        if rollouts > left:
+            rest = f" but for {left}, too few to go on" if left else ""
+            raise SearchOverError(f"the budget of {budget} rollouts is spent{rest}")
 
     def write(self, file: Path) -> None:
         """Write the best candidate as a file of prompts."""

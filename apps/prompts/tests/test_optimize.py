@@ -215,12 +215,16 @@ def test_the_budget_is_kept(world: World, agl: Agl, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["gepa", "apo"])
-def test_nothing_is_asked_of_the_proposer_that_no_rollout_could_try(world: World, agl: Agl, method: str) -> None:
-    world.write(optimize=world.optimize(method=method, budget=8, minibatch=2))
+@pytest.mark.parametrize(("budget", "rest"), [(8, ""), (15, " but for 7, too few to go on")])
+def test_nothing_is_asked_of_the_proposer_that_no_rollout_could_try(
+    world: World, agl: Agl, method: str, budget: int, rest: str
+) -> None:
+    """A new prompt needs 2 rollouts for its minibatch and 6 for a score."""
+    world.write(optimize=world.optimize(method=method, budget=budget, minibatch=2))
 
     done = agl("optimize", "better.toml")
 
-    assert "the budget of 8 rollouts is spent" in done.stdout
+    assert f"the budget of {budget} rollouts is spent{rest}\n" in done.stdout
     assert "rollouts     8, for 1 candidates" in done.stdout
     assert world.proposer.received == []
 
