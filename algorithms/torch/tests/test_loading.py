@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,23 @@ import torch
 from peft import PeftModel
 from tiny_tokenizers import TEXTS
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from agl_chat.backends import Request
 from agl_core.errors import CheckpointError, EngineError
@@ -24,7 +41,7 @@ from agl_torch.loading import LoadedModel, fingerprint, load_model
 from agl_torch.process import Policies
 from agl_torch.sampler import Sampler
 
-from .conftest import LORA, Shape, make_batch, make_checkpoint, saved, start_policies, weights_of
+from .conftest import LORA, Loaded, Shape, make_batch, make_checkpoint, saved, start_policies, weights_of
 
 CPU = torch.device("cpu")
 
@@ -163,7 +180,44 @@ class TestErrors:
             load(folder)
 
 
-CPU = torch.device("cpu")
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+
+
+class Deaf(LlamaForCausalLM):
+    """Takes no mask from outside: a padded row sees its pads."""
+
+    def forward(self, *args, attention_mask=None, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_with_a_short_window_is_refused(qwen: Loaded) -> None:
+    model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)).eval()
+    with pytest.raises(EngineError, match=r"sliding window of 16.*engine\.torch\.max_context to at most 16"):
+        Sampler(replace(qwen, model=model, context_length=64))
+    Sampler(replace(qwen, model=model, context_length=16))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (FalconForCausalLM(FalconConfig(**SMALL, alibi=True)), "does not run with the sampler's cache and mask"),
+        (BloomForCausalLM(BloomConfig(**SMALL)), "does not run with the sampler's cache and mask"),
+        (FalconH1ForCausalLM(FalconH1Config(**SMALL, **MAMBA)), "only full attention"),
+        (JambaForCausalLM(JambaConfig(**SMALL, num_experts=2, use_mamba_kernels=False)), "only full attention"),
+        (Deaf(LlamaConfig(**SMALL)), "from that of the model's own forward pass"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_model_that_cannot_be_sampled_exactly_is_refused_at_the_start(qwen: Loaded, model, reason: str) -> None:
+    with pytest.raises(EngineError, match=reason):
+        Sampler(replace(qwen, model=model.eval(), context_length=64))
+
+
 ADAM = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 5}
 GRPO: tuple[str, dict[str, Any]] = ("grpo", {"beta": 0.1, "epochs": 2, "minibatches": 2})
 PPO: tuple[str, dict[str, Any]] = ("ppo", {"critic_learning_rate": 1e-2, "minibatches": 2, "critic_epochs": 2})
