@@ -44,7 +44,6 @@ class ScriptedQueue:
     """Rollouts are done when a test says so; those that are cancelled are done at once."""
 
     def __init__(self) -> None:
-        self.enqueued: list[str] = []
         self.cancelled: list[str] = []
         self._done: dict[str, Rollout] = {}
         self._changed = asyncio.Event()
@@ -56,7 +55,7 @@ class ScriptedQueue:
         self._changed = asyncio.Event()
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        self.enqueued += [rollout.id for rollout in rollouts]
+        """Nothing: a test says what is done."""
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
         while not (finished := [rollout for id, rollout in self._done.items() if id in ids]):
