@@ -45,7 +45,7 @@ class Grpo(PolicyGradient):
         advantage_N = group.deviation_N
         if self.options.std_normalization:
             advantage_N = advantage_N / (group.std_N + self.options.epsilon)
-        return samples.at_tokens(torch.where(group.comparable_N, advantage_N, 0.0))
+        return samples.at_tokens(torch.where(group.rollouts_N >= 2, advantage_N, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,6 @@ class GroupStatistics:
     """[N] the group's standard deviation (unbiased); 0 where all values of the group are equal."""
     rollouts_N: Tensor
     """[N] how many rollouts the group has."""
-
-    @property
-    def comparable_N(self) -> Tensor:
-        """[N] bool: the group has at least two rollouts."""
-        return self.rollouts_N >= 2
 
 
 def group_statistics(samples: Samples) -> GroupStatistics:

@@ -95,10 +95,6 @@ class Teacher:
     key_env: str | None = None
     """The environment variable with the server's key."""
 
-    @property
-    def is_served(self) -> bool:
-        return self.model is not None
-
 
 class Algorithm(ABC):
     """An algorithm with its options; holds no state between updates. Subclasses define its advantages and its loss.

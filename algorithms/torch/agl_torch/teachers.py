@@ -114,7 +114,7 @@ def load_teacher(teacher: Teacher, spec: PolicySpec, policy: LoadedModel, bases:
 
     EngineError if it has other tokens than the policy, or cannot be loaded or reached.
     """
-    if teacher.is_served:
+    if teacher.model is not None:
         return ServedTeacher(teacher, policy.tokenizer)
     own = replace(spec, model=teacher.place, name=teacher.place, lora=None, adapter=None)
     loaded = bases.get(own, policy.device)

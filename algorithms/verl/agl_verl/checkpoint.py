@@ -86,8 +86,7 @@ def read(folder: Path, *, workers: int, critic: bool) -> int:
         )
     if critic and not described["critic"]:
         raise CheckpointError(f"The checkpoint {folder} has no critic. Resume with the algorithm it was written with.")
-    version: int = described["version"]
-    return version
+    return int(described["version"])
 
 
 def write_adapter(exported: Path, folder: Path, lora: LoraSection, base: str) -> None:

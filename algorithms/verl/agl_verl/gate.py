@@ -39,27 +39,23 @@ class Gate:
         """The ends of replies of which clients have a part."""
         self.counters = Counter(tokens_prefilled=0, tokens_reused=0, tokens_decoded=0)
         """Of whole replies, those that were thrown away too."""
-        self._open = asyncio.Event()
-
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
+        self.opened = asyncio.Event()
 
     async def close(self, seconds: float = SECONDS_TO_END) -> None:
         """Let nothing in. When the streams have ended, or after so many seconds, what is under way is disturbed."""
-        self._open.clear()
+        self.opened.clear()
         if self.streams:
             await asyncio.wait(self.streams, timeout=seconds)
         self.closings += 1
 
     def open(self) -> None:
         """Let requests in."""
-        self._open.set()
+        self.opened.set()
 
     async def enter(self, policy: str) -> tuple[int, int]:
         """Wait until it is open. The policy's version, and how often what was under way was disturbed."""
-        while not self.is_open:
-            await self._open.wait()
+        while not self.opened.is_set():
+            await self.opened.wait()
         return self.versions.get(policy, self.versions.get("", 0)), self.closings
 
 
@@ -83,7 +79,7 @@ class GatedBackend:
 
         def watch(token: SampledToken) -> None:
             # What would begin while the gate closes is not watched: it can still be sampled anew.
-            if watcher and (ended in gate.streams or (gate.is_open and gate.closings == closings)):
+            if watcher and (ended in gate.streams or (gate.opened.is_set() and gate.closings == closings)):
                 gate.streams.add(ended)
                 watcher(token)
 

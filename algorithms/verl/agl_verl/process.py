@@ -156,12 +156,9 @@ class Driver:
             raise
         except Exception as error:
             self._failed = in_one_line(error)
-            self._let_a_loss_be_told()
+            # Of a loss the watch knows more, and ends this process.
+            time.sleep(SECONDS_TO_MISS_A_NODE if self.watch.on_several_nodes else SECONDS_TO_MISS_AN_ACTOR)
             raise
-
-    def _let_a_loss_be_told(self) -> None:
-        """Of a loss, the watch knows more, and ends this process."""
-        time.sleep(SECONDS_TO_MISS_A_NODE if self.watch.on_several_nodes else SECONDS_TO_MISS_AN_ACTOR)
 
 
 def _shut_ray_down() -> None:

@@ -46,7 +46,7 @@ runs = typer.Typer(help="List runs, make them smaller, and remove them.", no_arg
 @runs.command("list")
 def list_(folder: Folder = reading.RUNS, as_json: AsJson = False) -> None:
     """List the runs: their state, their verdict, steps, size, and evaluation before and after training."""
-    entries = reading.list_runs(folder)
+    entries = [reading.read_entry(run) for run in reading.run_folders(folder)]
     if as_json:
         print_json(entries)
         return

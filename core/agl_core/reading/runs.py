@@ -84,13 +84,8 @@ def find_run(folder: Path | None) -> Path:
     raise ConfigError(f"{folder} is not a run's folder (it has no {CONFIG_FILE}). {runs}")
 
 
-def list_runs(runs: Path) -> list[RunEntry]:
-    """The runs below a folder, the oldest first."""
-    return [read_entry(folder) for folder in run_folders(runs)]
-
-
 def run_folders(runs: Path) -> list[Path]:
-    """The oldest first."""
+    """The runs below a folder, the oldest first."""
     files = sorted(runs.glob(f"*/{CONFIG_FILE}"), key=lambda file: (file.stat().st_mtime, file))
     return [file.parent for file in files]
 

@@ -184,21 +184,14 @@ async def _chosen(store: Store, run: Path, ids: Sequence[str], step: int | None)
     elif step is None and is_capture(run):
         rollouts = await store.rollouts(state=RolloutState.DONE)
     else:
-        trained = await store.rollouts(step=step, mode=Mode.TRAIN)
-        by_step: dict[int, list[Rollout]] = {}
-        for rollout in trained:
-            if not is_superseded(rollout, runs):
-                by_step.setdefault(rollout.step, []).append(rollout)
-        complete = [at for at, of_step in by_step.items() if all(map(_is_complete, of_step))]
-        rollouts = by_step.get(max(complete, default=0) if step is None else step, [])
+        trained = [r for r in await store.rollouts(step=step, mode=Mode.TRAIN) if not is_superseded(r, runs)]
+        unfinished = {r.step for r in trained if r.state is not RolloutState.DONE or r.ending is Ending.CANCELLED}
+        chosen = max({r.step for r in trained} - unfinished, default=0) if step is None else step
+        rollouts = [r for r in trained if r.step == chosen]
     tried = [r for r in rollouts if r.counted_attempt is not None and not is_superseded(r, runs)]
     if not tried:
         raise ConfigError(f"{run} has no such rollout that has ended. See agl rollouts {run}.")
     return tried
-
-
-def _is_complete(rollout: Rollout) -> bool:
-    return rollout.state is RolloutState.DONE and rollout.ending is not Ending.CANCELLED
 
 
 async def _scored(loaded: LoadedConfig, episodes: Sequence[Episode]) -> tuple[list[Episode], list[str]]:
