@@ -97,7 +97,7 @@ DECIDED = {
     "[policies.NAME.optimizer] schedule and warmup_steps": tuple(
         f"{role}.optim.{key}"
         for role in (ACTOR, "critic")
-        for key in ("lr_", "min_lr_ratio", "num_cycles", "zero_indexed_step")
+        for key in ("lr_", "min_lr_ratio", "num_cycles", "total_", "zero_indexed_step")
     ),
     "[policies.NAME.optimizer] learning_rate": (f"{ACTOR}.optim.lr",),
     "[algorithm.ppo] critic_learning_rate": ("critic.optim.lr",),
@@ -247,6 +247,7 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, c
         settings |= _fsdp(options, context, spec, dtype, cpu)
     for role, optimizer in optimizers(options, spec, algorithm).items():
         settings |= {f"{role}.optim.{name}": value for name, value in optimizer.items()}
+        settings[f"{role}.optim.total_training_steps"] = settings["trainer.total_training_steps"]
     if context.deterministic:
         if cpu:
             raise ConfigError(

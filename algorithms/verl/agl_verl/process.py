@@ -110,9 +110,9 @@ class Driver:
         return result
 
     def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
-        """Of a batch's response tokens; veRL does not say which tokens are the most likely ones."""
+        """How likely each response token of a batch is."""
         with self._usable():
-            return ResponseScores(self._trainer.logprobs(policy, batch))
+            return self._trainer.logprobs(policy, batch)
 
     def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
         """The token ids of recorded replies by the policy's tokenizer and chat template."""

@@ -13,6 +13,7 @@ data-parallel workers, so a sum over all rows is each worker's sum times their n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -22,9 +23,11 @@ from torch import Tensor
 
 from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
+from agl_core.errors import EngineError
 
 if TYPE_CHECKING:  # veRL imports this in every process.
     from agl_algorithms.prepared import Prepared
+    from agl_core.learning.batch import Usable
     from agl_core.types import Batch
     from agl_verl.config import ChosenAlgorithm
 
@@ -41,6 +44,41 @@ OLD_LOGPROBS = "old_logprobs"
 their log-probabilities before the step."""
 TOTAL_LOSS = "total_loss"
 """The metric of the whole loss; veRL has one of its own called `loss`, of raw sums."""
+
+
+@dataclass
+class Update:
+    """One update while it is made."""
+
+    usable: Usable
+    samples: Samples
+    prepared: Prepared | None
+    """None as long as the critic's values are not known."""
+    sent: NDArray[np.int64]
+    """The usable transitions that veRL computes."""
+    steps: list[NDArray[np.int64]]
+    """By optimizer step of one pass, its transitions."""
+    chains: dict[str, Chain]
+    """By its key, the transitions of each row; veRL's pad rows are not among them."""
+    old_R: Tensor | None = None
+    """Training's log-probabilities before the update; None until it is made."""
+    rescored: Mapping[str, float] = field(default_factory=dict)
+    """The algorithm's metrics of log-probabilities before the update, if it makes its advantages of them."""
+
+    def of_rows(self, keys: Sequence[str]) -> list[Chain | None]:
+        """The transitions of these rows; None for pad rows."""
+        return [self.chains.get(key) for key in keys]
+
+
+def temperature_of(batch: Batch, sent: Chain) -> float:
+    """The temperature of these transitions; veRL has one a batch."""
+    temperatures = np.unique(batch.temperature_N[sent])
+    if len(temperatures) > 1:
+        raise EngineError(
+            f"The batch has transitions of several temperatures ({', '.join(map(str, temperatures))}); veRL trains "
+            f"on one at a time. Give every training call the same: [sampling] temperature."
+        )
+    return float(temperatures[0])
 
 
 def row_of(batch: Batch, chain: Chain) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from, what they weigh, which rows make one optimizer step, and that a reply is o
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,14 +18,12 @@ import numpy as np
 import ray
 import torch
 import transfer_queue as tq
-from numpy.typing import NDArray
-from omegaconf import open_dict
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transfer_queue import KVBatchMeta
 from transformers import AutoConfig
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerColocateAsync, PPOTrainerSeparateAsync, register_trainer
@@ -36,18 +33,18 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.utils.padding import response_from_nested
 
-from agl_algorithms.policy_gradient import Logprobs, Samples
+from agl_algorithms.policy_gradient import Logprobs
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.prepared import Prepared, lineages, minibatches, prepare, samples_of
-from agl_core.errors import EngineError
 from agl_core.learning.batch import Usable, filter_trainable
-from agl_core.protocols import Progress, UpdateResult
+from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch
 from agl_verl import rows
 from agl_verl.config import ACTOR, CRITIC, SEPARATE, SHARED, ChosenAlgorithm
-from agl_verl.rows import OLD_LOGPROBS, STEP_WEIGHT, TRAINING_STEP, actor_loss, critic_loss, named, row_of
-from agl_verl.verl_plugin import StepSizes
+from agl_verl.rows import OLD_LOGPROBS, STEP_WEIGHT, TRAINING_STEP, Update, actor_loss, critic_loss, named, row_of
+from agl_verl.verl_plugin import StepSizes, mark_top_tokens
 
 PARTITION = "train"
 SECONDS_TO_ANSWER = 60.0
@@ -124,29 +121,14 @@ class PolicyWorker(ActorRolloutRefWorker):  # type: ignore[misc]
         """See `AdapterWorker`."""
         self.actor.hold(policy, settings)
 
-
-@dataclass
-class Update:
-    """One update while it is made."""
-
-    usable: Usable
-    samples: Samples
-    prepared: Prepared | None
-    """None as long as the critic's values are not known."""
-    sent: NDArray[np.int64]
-    """The usable transitions that veRL computes."""
-    steps: list[NDArray[np.int64]]
-    """By optimizer step of one pass, its transitions."""
-    chains: dict[str, rows.Chain]
-    """By its key, the transitions of each row; veRL's pad rows are not among them."""
-    old_R: Tensor | None = None
-    """Training's log-probabilities before the update; None until it is made."""
-    rescored: Mapping[str, float] = field(default_factory=dict)
-    """The algorithm's metrics of log-probabilities before the update, if it makes its advantages of them."""
-
-    def of_rows(self, keys: Sequence[str]) -> list[rows.Chain | None]:
-        """The transitions of these rows; None for pad rows."""
-        return [self.chains.get(key) for key in keys]
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))  # type: ignore[untyped-decorator]
+    def score(self, data: TensorDict) -> TensorDict | None:
+        """The log-probabilities of the rows' tokens after their prompts, marked by `mark_top_tokens`."""
+        with mark_top_tokens():
+            output = self.compute_log_prob(data)
+        if output is not None:
+            output["marked_log_probs"] = response_from_nested(output.pop("log_probs"), data["response_mask"])
+        return output
 
 
 class AglTrainer(PPOTrainer):  # type: ignore[misc]
@@ -156,9 +138,9 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     """
 
     @property
-    @abstractmethod
     def servers(self) -> LLMServerManager:
-        """Those that answer model calls."""
+        """Those that answer model calls: on the GPUs that train."""
+        return self.llm_server_manager
 
     def start(
         self, policies: Sequence[Policy], seed: int, sequence_parallel: int, stage: Callable[[str], None]
@@ -203,7 +185,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         step = self._policy.version + 1
         if len(sent):
             self.global_steps = step
-            self._set_temperature(usable.batch, sent)
+            self.config.actor_rollout_ref.rollout.temperature = rows.temperature_of(usable.batch, sent)
             done = self._step_once(metrics, self.timing_raw, len(sent))
             progress(0.8)
             self.on_step_end()
@@ -218,24 +200,28 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         measured = {**named(metrics), **self._update.rescored, **seconds, **prepared.metrics(), **gap}
         return prepared.result(step, measured, old_R, self.config.actor_rollout_ref.rollout.dtype)
 
-    def logprobs(self, name: str, batch: Batch) -> NDArray[np.float64]:
-        """[R] under the weights as they are, NaN where a transition does not fit; the servers go on as before."""
+    def logprobs(self, name: str, batch: Batch) -> ResponseScores:
+        """Under the weights as they are, NaN where a transition does not fit; the servers go on as before."""
         self.hold(name)
         self.global_steps = self._policy.version
         usable = self._usable(batch)
         everything = np.arange(len(usable.batch))
         self._update = Update(usable, samples_of(usable.batch), None, everything, [], {})
-        logprobs_R = np.full(int(batch.response_offsets[-1]), np.nan)
+        marked_R = np.full(int(batch.response_offsets[-1]), np.nan)
         if len(everything):
-            self._set_temperature(usable.batch, everything)
-            rows, _ = self.sample()
+            temperature = rows.temperature_of(usable.batch, everything)
+            stored, _ = self.sample()
             self.on_sample_end()
-            rows = PPOTrainer._compute_old_log_prob(self, self._balance_batch(rows, {}), {})
+            stored = self._balance_batch(stored, {})
+            stored.extra_info.update(compute_loss=False, temperature=temperature)
+            self.actor_rollout_wg.score(stored)
             is_usable_R = np.repeat(np.isin(np.arange(len(batch)), usable.places), batch.response_lengths_N)
-            logprobs_R[is_usable_R] = self._gather(rows, "old_log_probs").numpy()
+            marked_R[is_usable_R] = self._gather(stored, "marked_log_probs").numpy()
             self.on_step_end()
-            tq.kv_clear(keys=rows.keys, partition_id=rows.partition_id)
-        return logprobs_R
+            tq.kv_clear(keys=stored.keys, partition_id=stored.partition_id)
+        kernels = self.config.actor_rollout_ref.model.fused_kernel_options.impl_backend
+        are_marked = self.config.model_engine == "dp" and kernels == "torch"
+        return ResponseScores(-np.abs(marked_R), marked_R >= 0 if are_marked else None)
 
     def save(self, name: str, folder: Path) -> None:
         """Write shards of weights, optimizer and random state, and the policy's weights for Hugging Face."""
@@ -265,11 +251,8 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     # What veRL calls.
 
     def _init_dataloader(self) -> None:
-        """There are no prompts to load: tasks are agl's. Schedules of the step size need the number of steps."""
+        """There are no prompts to load: tasks are agl's."""
         self.total_training_steps = self.config.trainer.total_training_steps
-        with open_dict(self.config):
-            for optimizer in (self.config.actor_rollout_ref.actor.optim, self.config.critic.optim):
-                optimizer.total_training_steps = self.total_training_steps
 
     def _load_checkpoint(self) -> None:
         """A run says which: `load`. Workers and servers are up."""
@@ -381,17 +364,6 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         """Say whose weights and version come next."""
         ray.get([server.expect.remote(self._policy.name) for server in self.servers.server_handles])
 
-    def _set_temperature(self, batch: Batch, sent: NDArray[np.int64]) -> None:
-        """Log-probabilities are those of the distribution that was sampled from; veRL has one temperature a batch."""
-        temperatures = np.unique(batch.temperature_N[sent])
-        if len(temperatures) > 1:
-            raise EngineError(
-                f"The batch has transitions of several temperatures ({', '.join(map(str, temperatures))}); veRL trains "
-                f"on one at a time. Give every training call the same: [sampling] temperature."
-            )
-        with open_dict(self.config):
-            self.config.actor_rollout_ref.rollout.temperature = float(temperatures[0])
-
     def _plan_training(self, batch: KVBatchMeta, prepared: Prepared, weights_R: Tensor, epochs: int) -> None:
         """Tell the workers about optimizer steps; `weights_R`: the algorithm's token weights."""
         update = self._update
@@ -430,11 +402,6 @@ class SharedTrainer(AglTrainer, PPOTrainerColocateAsync):  # type: ignore[misc]
     While weights are trained and exchanged the servers are asleep, and what they were asked meanwhile they answer
     afterwards, with the new weights (`agl_verl.gate`).
     """
-
-    @property
-    def servers(self) -> LLMServerManager:
-        """Those on the GPUs that train."""
-        return self.llm_server_manager
 
     def on_sample_end(self) -> None:
         """From here to `on_step_end` nothing is served."""

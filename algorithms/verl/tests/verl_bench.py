@@ -172,6 +172,7 @@ class VerlBench:
         joins_calls: bool = True,
         scores_first: bool = False,
         longest: int = TOO_LONG,
+        overrides: tuple[str, ...] = (),
     ) -> None:
         """`scores_first`: compute old log-probabilities before an update's only optimizer step too."""
         one_process()
@@ -181,7 +182,7 @@ class VerlBench:
         scores_first |= self.algorithm.needs_scores
         self.once = self.algorithm.epochs * self.algorithm.minibatches == 1 and not scores_first
         self.version = 0
-        config = configuration(model, self.chosen, max(512, longest))
+        config = configuration(model, self.chosen, max(512, longest), overrides)
         self.actor = _worker(config, "actor")
         self.actor.set_loss_fn(partial(actor_loss, self.chosen))
         self.reference = _worker(config, "ref") if self.algorithm.needs_reference else None
@@ -324,18 +325,12 @@ class VerlBench:
         return flat(tensor for name, tensor in generator if name != TIED)
 
 
-def configuration(model: Path, chosen: ChosenAlgorithm, tokens_per_micro_batch: int = 512) -> Any:
+def configuration(model: Path, chosen: ChosenAlgorithm, size: int = 512, overrides: tuple[str, ...] = ()) -> Any:
     """veRL's whole configuration as the engine makes it of a run's settings."""
-    from omegaconf import open_dict
-
     policy = PolicySpec(str(model), "float32", optimizer=optimizer().model_dump(), algorithm=chosen.name)
     context = EngineContext(Path("unused"), 0, {"default": policy}, False, (), "key", TRAINING_STEPS)
-    settings = VerlOptions(device="cpu", gradient_checkpointing=False, tokens_per_micro_batch=tokens_per_micro_batch)
-    config = compose(settings, context, algorithm=chosen.build(), cpu=True)
-    with open_dict(config):  # As `AglTrainer._init_dataloader` does.
-        for section in (config.actor_rollout_ref.actor.optim, config.critic.optim):
-            section.total_training_steps = TRAINING_STEPS
-    return config
+    settings = VerlOptions(device="cpu", gradient_checkpointing=False, tokens_per_micro_batch=size, overrides=overrides)
+    return compose(settings, context, algorithm=chosen.build(), cpu=True)
 
 
 def _worker(config: Any, role: str) -> Any:
@@ -346,8 +341,8 @@ def _worker(config: Any, role: str) -> Any:
     forward = Qwen2ForCausalLM.forward
     worker.init_model()
     trained = worker.actor if role == "actor" else worker.ref
-    # veRL changes the class of the model, which is the torch engine's too: leave the change to its own subclass.
-    module = type(trained.engine.module)
+    # veRL changes the class of the model, which is the torch engine's too: leave the change to this one.
+    module = trained.engine.module
     module.forward, Qwen2ForCausalLM.forward = module.forward, forward
     return trained
 
