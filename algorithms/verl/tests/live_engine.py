@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,19 +137,24 @@ async def engine(
         algorithm=case.algorithm,
         algorithm_options=dict(case.options),
     )
-    options = VerlOptions(
-        device="cpu", gradient_checkpointing=False, max_context=512, tokens_per_micro_batch=TOO_LONG, **case.workers
-    )
-    run_dir = tmp_path_factory.mktemp("run")
-    context = EngineContext(run_dir, 0, {"default": spec}, False, (), "the-key", verl_bench.TRAINING_STEPS)
-    started = VerlEngine(options, context)
+    async with started(tmp_path_factory.mktemp("run"), {"default": spec}, case.workers) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def started(
+    run_dir: Path, policies: Mapping[str, PolicySpec], workers: Mapping[str, Any]
+) -> AsyncIterator[tuple[VerlEngine, Upstream]]:
+    shared = {"gradient_checkpointing": False, "max_context": 512, "tokens_per_micro_batch": TOO_LONG}
+    context = EngineContext(run_dir, 0, policies, False, (), "the-key", verl_bench.TRAINING_STEPS)
+    served = VerlEngine(VerlOptions(device="cpu", **shared, **workers), context)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(Path(__file__).parent))
-        upstream = await started.start()
+        upstream = await served.start()
     try:
-        yield started, upstream
+        yield served, upstream
     finally:
-        await started.stop()
+        await served.stop()
 
 
 async def ask(upstream: Upstream, session: str = "", **settings: Any) -> httpx.Response:
@@ -222,18 +228,8 @@ async def test_two_updates_are_those_of_the_torch_engine_also_from_a_checkpoint(
         assert len(shares) > 2, "also before the end"
         await served.save(tmp_path / str(number))
         saved.append(tmp_path / str(number) / "default" / "model")
-        result_of_verl = verl_bench.Made(
-            result.advantage_N,
-            result.weight_N,
-            result.dropped,
-            result.metrics["loss"],
-            result.metrics.get("value_loss"),
-            weights(saved[-1]) - weights(saved[-2]),
-            None,
-            result.metrics,
-            result.logprobs_N,
-        )
-        distance = parity.compared((expected, result_of_verl))
+        by_verl = verl_bench.Made(result, weights(saved[-1]) - weights(saved[-2]))
+        distance = parity.compared((expected, by_verl))
         assert distance.within, distance
         await check_served(upstream, saved[-1], version=number + 1)
     await served.load(tmp_path / "0")

@@ -11,13 +11,12 @@ import pytest_asyncio
 import torch
 
 from agl_core.capture.requests import HEADER_POLICY
-from agl_core.protocols import EngineContext, PolicySpec, Upstream
+from agl_core.protocols import PolicySpec, Upstream
 from agl_torch.loading import LoadedModel, load_model
-from agl_verl.plugin import VerlEngine, VerlOptions
+from agl_verl.plugin import VerlEngine
 
 from . import parity, verl_bench
-from .live_engine import CPU_WEIGHTS, POLICY, ask, own_logprobs, told_logprobs
-from .recorded import TOO_LONG
+from .live_engine import CPU_WEIGHTS, POLICY, ask, own_logprobs, started, told_logprobs
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
 
@@ -48,18 +47,8 @@ async def engine(
         )
         for name, (algorithm, options) in ALGORITHMS.items()
     }
-    options = VerlOptions(
-        device="cpu", gradient_checkpointing=False, max_context=512, tokens_per_micro_batch=TOO_LONG, **request.param
-    )
-    context = EngineContext(tmp_path_factory.mktemp("run"), 0, policies, False, (), "the-key", 8)
-    started = VerlEngine(options, context)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", str(Path(__file__).parent))
-        upstream = await started.start()
-    try:
-        yield started, upstream
-    finally:
-        await started.stop()
+    async with started(tmp_path_factory.mktemp("run"), policies, request.param) as engine:
+        yield engine
 
 
 async def update(engine: VerlEngine, policy: str, seed: int) -> Any:

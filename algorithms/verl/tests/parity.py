@@ -6,16 +6,17 @@ docs/verl-parity.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agl_core.protocols import UpdateResult
 from agl_core.types import Batch, CreditKind
 
 from . import verl_bench
@@ -26,6 +27,7 @@ STEPS = (1, 3)
 """Two updates in a row, and a training step between them without one: at the first one every value of a critic is zero,
 and every ratio is one."""
 VOCABULARY = 512
+Metrics: TypeAlias = Mapping[str, float]
 METRICS = (
     *("policy_loss", "kl_behaviour", "kl_reference", "ratio_mean", "ratio_max", "clip_fraction", "importance_mean"),
     "entropy",
@@ -123,36 +125,34 @@ def _batches(case: Case) -> list[Batch]:
 
 def compared(*updates: tuple[verl_bench.Made, verl_bench.Made]) -> Distance:
     """Updates of two ways, in pairs."""
-    losses = [(ours.loss, verls.loss) for ours, verls in updates]
+    results = [(ours.result, verls.result) for ours, verls in updates]
+    metrics = [(ours.metrics, verls.metrics) for ours, verls in results]
     changes = [(ours.change, verls.change) for ours, verls in updates]
     for ours, verls in updates:
-        if ours.value_loss is not None and verls.value_loss is not None:
-            losses.append((ours.value_loss, verls.value_loss))
         if ours.critic_change is not None and verls.critic_change is not None:
             changes.append((ours.critic_change, verls.critic_change))
     return Distance(
-        advantages=max(float(np.abs(ours.advantage_N - verls.advantage_N).max()) for ours, verls in updates),
-        weights=max(float(np.abs(ours.weight_N - verls.weight_N).max()) for ours, verls in updates),
-        loss=max(_difference(a, b) for a, b in losses),
+        advantages=max(float(np.abs(ours.advantage_N - verls.advantage_N).max()) for ours, verls in results),
+        weights=max(float(np.abs(ours.weight_N - verls.weight_N).max()) for ours, verls in results),
+        loss=_largest_difference(metrics, ("loss", "value_loss")),
         cosine=min(_cosine(a, b) for a, b in changes),
         norm=max(abs(float(b.norm() / a.norm()) - 1) for a, b in changes),
-        metrics=max(
-            _difference(ours.metrics[name], verls.metrics[name])
-            for ours, verls in updates
-            for name in METRICS
-            if name in ours.metrics and name in verls.metrics
-        ),
+        metrics=_largest_difference(metrics, METRICS),
         logprobs=max(
             _difference(float(a), float(b))
-            for ours, verls in updates
+            for ours, verls in results
             for a, b in zip(_known(ours), _known(verls), strict=True)
         ),
-        same_dropped=all(ours.dropped == verls.dropped for ours, verls in updates),
+        same_dropped=all(ours.dropped == verls.dropped for ours, verls in results),
     )
 
 
-def _known(update: verl_bench.Made) -> NDArray[np.float32]:
-    logprobs = np.concatenate([logprobs for logprobs in update.logprobs_N if logprobs is not None])
+def _largest_difference(pairs: Sequence[tuple[Metrics, Metrics]], names: Sequence[str]) -> float:
+    return max(_difference(a[name], b[name]) for a, b in pairs for name in names if name in a and name in b)
+
+
+def _known(result: UpdateResult) -> NDArray[np.float32]:
+    logprobs = np.concatenate([logprobs for logprobs in result.logprobs_N if logprobs is not None])
     return logprobs[np.isfinite(logprobs)]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
@@ -25,7 +24,7 @@ from agl_algorithms.policy_gradient import Logprobs
 from agl_algorithms.prepared import lineages, minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection
 from agl_core.learning.batch import filter_trainable
-from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
 from agl_core.types import Batch, CreditKind
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
@@ -62,20 +61,12 @@ TIED = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Made:
-    """The result of an engine's update with a batch."""
+    """An engine's update with a batch."""
 
-    advantage_N: NDArray[np.float64]
-    weight_N: NDArray[np.float64]
-    dropped: tuple[str | None, ...]
-    loss: float
-    value_loss: float | None
+    result: UpdateResult
     change: Tensor
     """How all parameters of the policy moved, in the model's order."""
-    critic_change: Tensor | None
-    metrics: Mapping[str, float]
-    """The policy's."""
-    logprobs_N: Sequence[NDArray[np.float32] | None]
-    """Training's, before the update; see `UpdateResult`."""
+    critic_change: Tensor | None = None
     pads: tuple[int, ...] = ()
     """Which of veRL's rows are pad rows."""
 
@@ -135,17 +126,8 @@ class TorchBench:
         before, critic_before = flat(self._loaded.model.parameters()), self._critic()
         result = self._trainer.update(batch, self._algorithm)
         critic = self._critic()
-        return Made(
-            result.advantage_N,
-            result.weight_N,
-            result.dropped,
-            result.metrics["loss"],
-            result.metrics.get("value_loss"),
-            flat(self._loaded.model.parameters()) - before,
-            None if critic is None or critic_before is None else critic - critic_before,
-            result.metrics,
-            result.logprobs_N,
-        )
+        critic_change = None if critic is None or critic_before is None else critic - critic_before
+        return Made(result, flat(self._loaded.model.parameters()) - before, critic_change)
 
     def _critic(self) -> Tensor | None:
         """All weights of the critic; before its first update those that it will start from."""
@@ -243,26 +225,15 @@ class VerlBench:
             measured = self.train(worker, data, epochs, weight, len(steps), batch.step)
             return measured, self.parameters(worker) - before
 
-        value_loss = critic_change = None
+        of_critic, critic_change = {}, None
         if self.critic is not None:
-            measured, critic_change = train(self.critic, self.algorithm.critic_epochs, prepared.value.weights_R)
-            value_loss = measured["value_loss"]
+            of_critic, critic_change = train(self.critic, self.algorithm.critic_epochs, prepared.value.weights_R)
         measured, change = train(self.actor, self.algorithm.epochs, prepared.weights_R)
         self.version += 1
         parts = measured.pop(OLD_LOGPROBS, None)
-        result = prepared.result(1, {}, gather(whole, old, of_rows) if parts is None else join(samples, parts))
-        return Made(
-            result.advantage_N,
-            result.weight_N,
-            result.dropped,
-            rescored.get("loss", measured[TOTAL_LOSS]),
-            value_loss,
-            change,
-            critic_change,
-            measured,
-            result.logprobs_N,
-            tuple(n for n, chain in enumerate(of_rows) if chain is None),
-        )
+        metrics = {**of_critic, **measured, "loss": measured[TOTAL_LOSS], **rescored}
+        result = prepared.result(1, metrics, gather(whole, old, of_rows) if parts is None else join(samples, parts))
+        return Made(result, change, critic_change, tuple(n for n, chain in enumerate(of_rows) if chain is None))
 
     def rows(
         self, whole: Batch, chains: Sequence[Chain | None], others: Collection[int] = (), vocabulary: int = 0
