@@ -178,13 +178,14 @@ def _run_of(file: Path, loaded: LoadedConfig) -> Path:
 async def _chosen(store: Store, run: Path, ids: Sequence[str], step: int | None) -> list[Rollout]:
     """The rollouts to try."""
     runs = await store.runs()
+    of_training = [] if ids else await store.rollouts(step=step, mode=Mode.TRAIN)
+    trained = [rollout for rollout in of_training if not is_superseded(rollout, runs)]
     if ids:
         named = [r for name in ids for r in await store.rollouts(group=name) or [await store.rollout(name)]]
         rollouts = list({rollout.id: rollout for rollout in named}.values())
-    elif step is None and is_capture(run):
+    elif step is None and (is_capture(run) or not trained):
         rollouts = await store.rollouts(state=RolloutState.DONE)
     else:
-        trained = [r for r in await store.rollouts(step=step, mode=Mode.TRAIN) if not is_superseded(r, runs)]
         unfinished = {r.step for r in trained if r.state is not RolloutState.DONE or r.ending is Ending.CANCELLED}
         chosen = max({r.step for r in trained} - unfinished, default=0) if step is None else step
         rollouts = [r for r in trained if r.step == chosen]

@@ -168,10 +168,13 @@ def test_an_evaluation_is_judged_and_gets_no_credit(run: Any) -> None:
     assert moved not in run.agl(*TRY).output
 
 
-def test_what_agl_run_recorded_is_judged_whoever_answered_it(run: Any) -> None:
+@pytest.mark.parametrize("configured", [False, True])
+def test_what_agl_run_recorded_is_judged_whoever_answered_it(run: Any, configured: bool) -> None:
     folder = Path("runs/found")
     folder.mkdir(parents=True)
     write_capture(folder, {"command": ["python", "agent.py"]})
+    if configured:
+        (folder / "config.toml").write_text(Path("train.toml").read_text())
     run.put(*recorded_elsewhere(run, Mode.EVAL_SAMPLED), to=folder / "store.sqlite")
 
     result = run.agl(*TRY, "--run=runs/found")
