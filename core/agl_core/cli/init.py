@@ -50,7 +50,7 @@ plugins = ["{reward}"]          # your reward rule
 entry = {entry}
 
 [tasks.train]                     # what the agent is trained on
-source = "jsonl"                  # also: csv, parquet, hf, and reasoning_gym: tasks with verifiers, without a file
+source = "jsonl"                  # also: csv, hf (which reads Parquet too), reasoning_gym: tasks with verifiers
 path = "{tasks}"
 
 [tasks.eval]                      # what is measured before and after: put tasks here that training never sees

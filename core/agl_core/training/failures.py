@@ -38,8 +38,10 @@ REMEDIES: Mapping[Ending | DropReason, str] = {
     Ending.NO_CALL: "Send the calls of the agent's LLM client through agl: let it read OPENAI_BASE_URL or "
     "ANTHROPIC_BASE_URL.",
     Ending.LOST: "See what the workers say, and their memory (workers.memory_mib).",
-    DropReason.NO_TOKEN_IDS: "Serve the policy with agl's own engine, or with one that returns token ids.",
-    DropReason.NO_LOGPROBS: "Serve the policy with agl's own engine, or with one that returns log-probabilities.",
+    DropReason.NO_TOKEN_IDS: "Serve the policy with agl's own engine, or with one that returns token ids; to train on "
+    "recorded texts, set without_logprobs = true in [tasks.train].",
+    DropReason.NO_LOGPROBS: "Serve the policy with agl's own engine, or with one that returns log-probabilities; to "
+    "train on recorded replies without them, set without_logprobs = true in [tasks.train].",
     DropReason.UNTRAINED_AGENT: "Name agents in train.agents that make calls.",
     DropReason.ABORTED: "See the model server's log: it breaks off what it is asked.",
     DropReason.UNDELIVERED: "Let the agent wait for its replies, or give its client a longer timeout.",
