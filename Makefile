@@ -51,7 +51,7 @@ quickstart-verl: $(VERL)/.installed ## The same with veRL, Ray and vLLM, also on
 	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
 		--set engine.verl.gradient_checkpointing=false
 
-cold-start: install ## Train a policy that never succeeds: on demonstrations, on its best rollouts, then with GRPO (four minutes)
+cold-start: install ## Train a policy that never succeeds: on demonstrations, on its best rollouts, then with GRPO (eight minutes)
 	@$(BIN)/python examples/trip/make_cold_start.py
 
 smollm: install ## Train a real language model, SmolLM2-135M, on the CPU to answer sums (half an hour, 5 GB)
@@ -163,7 +163,7 @@ gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); pr
 		$(PYTHON) -m tests.gpu
 
 policy: install ## Make the calc example's policy anew (about twenty minutes)
-	@$(BIN)/python examples/imitation.py calc --out examples/calc/policy
+	@$(BIN)/python examples/make_policy.py calc --out examples/calc/policy
 
 faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour)
 	@AGL_FAULT_STORMS=34 $(PYTEST) -v -m storm tests/faults/test_faults.py -k kills

@@ -1,6 +1,6 @@
 """The recipe of a tiny policy: whom it imitates, how large it is, and how long it learns.
 
-An example whose policy was made so has a `RECIPE` in its `make_NAME.py`, which `imitation.py` imports.
+An example whose policy was made so has a `RECIPE` in its `make_NAME.py`, which `make_policy.py` imports.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Demonstrations:
     phrases: tuple[str, ...] = ()
     """Texts that are one token each. What every tool call begins with is written sooner so."""
     names: tuple[str, ...] = ()
-    """More of them, whose embeddings are not trained: what has learned to copy some then copies all."""
+    """More of them: the names of a world."""
 
     def render(
         self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool = False
@@ -67,29 +67,6 @@ class Demonstrations:
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
         return str(text)
-
-    def encode(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple[list[int], list[bool]]:
-        """Token ids of a conversation, and which of them the policy says.
-
-        Every call of an agent renders the whole conversation anew; so is it done here, and a template that renders
-        an earlier turn differently is an error.
-        """
-        ids: list[int] = []
-        by_whom: list[bool] = []
-        done = ""
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = self.render(tokenizer, messages[:turn], add_generation_prompt=True)
-            whole = self.render(tokenizer, messages[: turn + 1]).removesuffix("\n")
-            if not prompt.startswith(done) or not whole.startswith(prompt):
-                raise ValueError("The chat template renders an earlier turn differently than before: make it append.")
-            for text, by_policy in ((prompt[len(done) :], False), (whole[len(prompt) :], True)):
-                piece = tokenizer.encode(text, add_special_tokens=False)
-                ids += piece
-                by_whom += [by_policy] * len(piece)
-            done = whole
-        return ids, by_whom
 
 
 @dataclass(frozen=True)
@@ -112,11 +89,9 @@ class Recipe:
     """Everything that decides what a policy becomes, but the seed."""
 
     shown: Demonstrations
-    shape: Shape | None
-    """None: that of a model that is there already."""
+    shape: Shape
     steps: int
     batch: int = 64
     learning_rate: float = 2e-3
-    beta2: float = 0.999
     reading: float = 1 / 3
-    """The share of the steps in which it learns to read, before it learns habits."""
+    """The share of the steps that imitates the lessons, before it learns habits; without lessons there is none."""

@@ -30,6 +30,5 @@ RECIPE = Recipe(
     Shape(vocabulary=336, hidden=32, layers=2, heads=2, kv_heads=2, initializer_range=0.18),
     steps=700,
     learning_rate=5e-3,
-    beta2=0.98,
     reading=0.0,
 )

@@ -79,6 +79,11 @@ def conversation(seed: int, index: int) -> list[Message]:
     return behave(behaviour, problem(Split.TRAIN, -1 - seed, index))
 
 
+def lesson(seed: int, index: int) -> list[Message]:
+    """A problem of training that is solved."""
+    return behave(solve_it, problem(Split.TRAIN, -1 - seed, index))
+
+
 def behave(behaviour: Callable[[Problem], list[Message]], task: Problem) -> list[Message]:
     """The whole conversation of an agent that behaves like this."""
     return [*opened(SYSTEM_PROMPT, task.question), *behaviour(task)]
@@ -104,5 +109,9 @@ def _tool_call_text(expression: str) -> str:
 
 
 RECIPE = Recipe(
-    Demonstrations(conversation, TOOLS), Shape(vocabulary=512, hidden=128, layers=4, heads=4, kv_heads=2), steps=2500
+    Demonstrations(conversation, TOOLS, lesson),
+    Shape(vocabulary=512, hidden=128, layers=4, heads=4, kv_heads=2, initializer_range=0.09, copies=True),
+    steps=1200,
+    batch=32,
+    reading=0.5,
 )

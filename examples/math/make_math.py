@@ -120,6 +120,5 @@ RECIPE = Recipe(
     Shape(vocabulary=400, hidden=128, layers=4, heads=4, kv_heads=2, initializer_range=0.09, copies=True),
     steps=1800,
     batch=32,
-    beta2=0.98,
     reading=0.8,
 )

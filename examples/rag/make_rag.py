@@ -276,6 +276,5 @@ RECIPE = Recipe(
     steps=1200,
     batch=16,
     learning_rate=3e-3,
-    beta2=0.98,
     reading=5 / 6,
 )

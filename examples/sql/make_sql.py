@@ -118,6 +118,5 @@ RECIPE = Recipe(
     steps=2950,
     batch=32,
     learning_rate=2.5e-3,
-    beta2=0.98,
     reading=0.68,
 )

@@ -1,4 +1,4 @@
-"""The tiny policies: every loader encodes as the warm-up did, recipes make the shipped tokenizers; what they say."""
+"""The tiny policies: every loader encodes alike, recipes make the shipped tokenizers; what they say."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from imitation import CHAT_TEMPLATE, EXAMPLES, MARKS, collate, imitation_step, make_tokenizer
+from make_policy import CHAT_TEMPLATE, EXAMPLES, MARKS, make_tokenizer
 from recipes import Demonstrations, Message, Shape
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parents[1]
 
@@ -42,17 +42,16 @@ def policy(request: pytest.FixtureRequest) -> Made:
     return Made(folder, recipe.shown, recipe.shape, AutoTokenizer.from_pretrained(folder))
 
 
-def test_every_loader_encodes_as_the_warm_up_did(policy: Made) -> None:
+def test_every_loader_encodes_alike(policy: Made) -> None:
     """transformers picks a class by the model type: here it must not matter which."""
     core = Tokenizer.from_file(str(policy.folder / "tokenizer.json"))
     generic = PreTrainedTokenizerFast.from_pretrained(policy.folder)
     for messages in policy.conversations():
-        trained_with, _ = policy.shown.encode(policy.tokenizer, messages)
-        whole = policy.shown.render(policy.tokenizer, messages).removesuffix("\n")
-        assert policy.tokenizer.encode(whole, add_special_tokens=False) == trained_with
-        assert generic.encode(whole, add_special_tokens=False) == trained_with
-        assert core.encode(whole, add_special_tokens=False).ids == trained_with
-        assert policy.tokenizer.decode(trained_with) == generic.decode(trained_with) == whole
+        text = policy.shown.render(policy.tokenizer, messages)
+        ids = policy.tokenizer.encode(text, add_special_tokens=False)
+        assert generic.encode(text, add_special_tokens=False) == ids
+        assert core.encode(text, add_special_tokens=False).ids == ids
+        assert policy.tokenizer.decode(ids) == generic.decode(ids) == text
 
 
 @pytest.mark.parametrize(
@@ -65,34 +64,9 @@ def test_the_recipe_makes_the_shipped_tokenizer(policy: Made) -> None:
     assert fresh.get_vocab() == policy.tokenizer.get_vocab()
     assert fresh.chat_template == policy.tokenizer.chat_template == CHAT_TEMPLATE.read_text()
     for messages in policy.conversations():
-        assert policy.shown.encode(fresh, messages) == policy.shown.encode(policy.tokenizer, messages)
-
-
-def test_logits_at_labels_alone_give_the_loss_and_the_gradients_of_all_logits() -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    model = Qwen2ForCausalLM(config).double()  # type: ignore[no-untyped-call]
-    # More rows than a part has, of different lengths; the first token is never a label.
-    rows = [(torch.randint(40, (length,)).tolist(), [i % 3 > 0 for i in range(length)]) for length in range(2, 22)]
-    for everything in (True, False):
-        model.zero_grad()
-        loss = imitation_step(model, rows, everything)
-        gradients = {name: weights.grad.clone() for name, weights in model.named_parameters()}
-        model.zero_grad()
-        ids_BT, labels_BT = collate(rows, everything)
-        plain = model(input_ids=ids_BT, labels=labels_BT).loss
-        plain.backward()
-        assert loss == pytest.approx(plain.item(), rel=1e-6)
-        for name, weights in model.named_parameters():
-            torch.testing.assert_close(gradients[name], weights.grad, rtol=1e-5, atol=1e-7)
+        text = policy.shown.render(fresh, messages)
+        assert text == policy.shown.render(policy.tokenizer, messages)
+        assert fresh.encode(text) == policy.tokenizer.encode(text)
 
 
 def test_digits_are_single_and_marks_are_text(policy: Made) -> None:

@@ -35,7 +35,7 @@ EXAMPLES = HERE.parent
 sys.path[:0] = [str(HERE), str(EXAMPLES), str(EXAMPLES.parent / "tests" / "benchmarks")]
 
 import torch  # noqa: E402
-from imitation import imitate, make_model  # noqa: E402
+from make_policy import make_model, teach  # noqa: E402
 from make_trip import (  # noqa: E402
     RECIPE,
     Choice,
@@ -64,7 +64,7 @@ from trips import Split, traveller, trip  # noqa: E402
 from agl_view.charts import Points, line_chart  # noqa: E402
 
 SEEDS = range(3)
-UNTAUGHT_STEPS = 600
+UNTAUGHT_STEPS = 1000
 ERRANDS = 3
 DEMONSTRATIONS = 50
 RUNS = Path("runs/cold-start").resolve()
@@ -142,12 +142,11 @@ def make_untaught(folder: Path) -> None:
         return
     tokenizer = AutoTokenizer.from_pretrained(HERE / "policy")
     torch.manual_seed(0)
-    assert RECIPE.shape is not None
-    model = make_model(RECIPE.shape, tokenizer)
-    recipe = replace(RECIPE, shown=Demonstrations(untaught, TOOLS, errands), steps=UNTAUGHT_STEPS, reading=0.5)
-    imitate(model, tokenizer, recipe, 0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    random_weights = RUNS / "random"
+    make_model(RECIPE.shape, tokenizer).save_pretrained(random_weights)
+    tokenizer.save_pretrained(random_weights)
+    recipe = replace(RECIPE, shown=Demonstrations(untaught, TOOLS, errands), steps=UNTAUGHT_STEPS, reading=0.6)
+    teach(HERE, recipe, 0, random_weights, folder)
 
 
 def demonstrate(seed: int) -> Path:

@@ -205,5 +205,4 @@ RECIPE = Recipe(
     steps=1000,
     batch=16,
     learning_rate=3e-3,
-    beta2=0.98,
 )

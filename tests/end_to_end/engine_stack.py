@@ -21,7 +21,7 @@ from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Call
 from agl_torch.plugin import TorchEngine, TorchOptions
 
-CHAT_TEMPLATE = Path(__file__).parents[2] / "examples" / "imitation.jinja"
+CHAT_TEMPLATE = Path(__file__).parents[2] / "examples" / "chatml.jinja"
 CONTEXT = 2048
 MAX_TOKENS = 32
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

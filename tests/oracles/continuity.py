@@ -115,7 +115,7 @@ def of_trl(name: str) -> str:
 def families() -> list[Family]:
     chatml, llama, deepseek = "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>"
     return [
-        Family("agl's examples (append-only)", (ROOT / "examples" / "imitation.jinja").read_text(), chatml),
+        Family("agl's examples (append-only)", (ROOT / "examples" / "chatml.jinja").read_text(), chatml),
         Family("Qwen2.5", of_trl("qwen2_5"), chatml),
         Family("Qwen3, thinking", of_trl("qwen3"), chatml),
         Family("Qwen3, not thinking", of_trl("qwen3"), chatml, thinks=False),

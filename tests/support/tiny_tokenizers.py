@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-CHATML = (Path(__file__).parents[2] / "examples" / "imitation.jinja").read_text()
+CHATML = (Path(__file__).parents[2] / "examples" / "chatml.jinja").read_text()
 
 LLAMA = """\
 {{- bos_token }}
