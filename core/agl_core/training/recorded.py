@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -36,23 +38,31 @@ class Recordings:
         self._has_own_ids: dict[str, bool] = {}
         """By policy, whether the recorded ids are those of its own tokenizer, once that is known."""
 
-    async def adopt(self, recorded: RecordedRollout, rollout: Rollout) -> RecordedRollout:
-        """What was recorded, as `rollout` of this run, with the rewards that the agent reported."""
-        keeps_logprobs = recorded.rollout.mode.trains and not self._imitated
-        return RecordedRollout(
-            replace(
-                rollout,
-                task=recorded.rollout.task,
-                state=RolloutState.DONE,
-                counted_attempt=recorded.attempt.attempt,
-                ending=recorded.rollout.ending,
-            ),
-            replace(recorded.attempt, rollout=rollout.id),
-            [await self._with_ids(self._own(c, rollout.id, keeps_logprobs=keeps_logprobs)) for c in recorded.calls],
-            [replace(result, rollout=rollout.id) for result in recorded.tool_results],
-            [replace(reward, rollout=rollout.id) for reward in recorded.rewards if reward.source == AGENT_SOURCE],
-            recorded.terminal,
-        )
+    async def adopt(self, pairs: Sequence[tuple[RecordedRollout, Rollout]]) -> list[RecordedRollout]:
+        """What was recorded, each as the rollout of this run beside it, with the rewards that the agent reported."""
+        own = [
+            self._own(call, rollout.id, keeps_logprobs=recorded.rollout.mode.trains and not self._imitated)
+            for recorded, rollout in pairs
+            for call in recorded.calls
+        ]
+        calls = iter(await self._with_ids(own))
+        return [
+            RecordedRollout(
+                replace(
+                    rollout,
+                    task=recorded.rollout.task,
+                    state=RolloutState.DONE,
+                    counted_attempt=recorded.attempt.attempt,
+                    ending=recorded.rollout.ending,
+                ),
+                replace(recorded.attempt, rollout=rollout.id),
+                [*islice(calls, len(recorded.calls))],
+                [replace(result, rollout=rollout.id) for result in recorded.tool_results],
+                [replace(reward, rollout=rollout.id) for reward in recorded.rewards if reward.source == AGENT_SOURCE],
+                recorded.terminal,
+            )
+            for recorded, rollout in pairs
+        ]
 
     def _own(self, call: Call, rollout: str, *, keeps_logprobs: bool) -> Call:
         """The call as one of this run: of its rollout, and of the policy that its agent has here."""
@@ -73,35 +83,44 @@ class Recordings:
             effective=replace(call.effective, temperature=self._config.sampling.temperature),
         )
 
-    async def _with_ids(self, call: Call) -> Call:
-        """The call with token ids of its policy, made of its texts if they may be.
+    async def _with_ids(self, calls: Sequence[Call]) -> list[Call]:
+        """The calls with token ids of their policies, made of their texts if they may be.
 
-        ConfigError if it has those of another model, and they may not.
+        ConfigError if some have those of another model, and they may not.
         """
-        if self._engine is None:
-            return call
-        has_ids = call.prompt_ids is not None and all(choice.response_ids is not None for choice in call.choices)
-        if has_ids and await self._are_own(self._engine, call):
-            return call
-        if not (self._imitated or self.source.without_logprobs):
-            if has_ids:
+        by_text: dict[str, dict[int, list[RecordedReply]]] = defaultdict(dict)
+        """By policy and position: the replies of the calls that get other ids."""
+        for position, call in enumerate(calls):
+            has_ids = call.prompt_ids is not None and all(choice.response_ids is not None for choice in call.choices)
+            if self._engine is None or (has_ids and await self._are_own(self._engine, call)):
+                continue
+            if self._imitated or self.source.without_logprobs:
+                messages, tools = messages_of(call), tools_of(call)
+                by_text[call.policy][position] = [
+                    RecordedReply(messages, tools, c.message, not c.finish_reason.is_cut) for c in call.choices
+                ]
+            elif has_ids:
                 raise ConfigError(
                     f"[tasks.train]: the recorded token ids are not those that the tokenizer and the chat template of "
                     f"the policy '{call.policy}' make of the same prompt: another model was recorded. To train on the "
                     f"texts instead, set without_logprobs = true (docs/data.md, Training on recorded data)."
                 )
-            return call
-        messages, tools = messages_of(call), tools_of(call)
-        replies = [RecordedReply(messages, tools, c.message, not c.finish_reason.is_cut) for c in call.choices]
-        tokenized = await self._engine.tokenize(call.policy, replies)
-        return replace(
-            call,
-            prompt_ids=next((reply.prompt_ids for reply in tokenized if reply is not None), None),
-            choices=tuple(
-                replace(choice, response_ids=None if reply is None else reply.response_ids, logprobs=None, mask=None)
-                for choice, reply in zip(call.choices, tokenized, strict=True)
-            ),
-        )
+        complete = list(calls)
+        for policy, replies in by_text.items():
+            assert self._engine is not None
+            tokenized = iter(await self._engine.tokenize(policy, [reply for of in replies.values() for reply in of]))
+            for position in replies:
+                call = calls[position]
+                choices = [*zip(call.choices, islice(tokenized, len(call.choices)), strict=True)]
+                complete[position] = replace(
+                    call,
+                    prompt_ids=next((reply.prompt_ids for _, reply in choices if reply is not None), None),
+                    choices=tuple(
+                        replace(choice, response_ids=reply and reply.response_ids, logprobs=None, mask=None)
+                        for choice, reply in choices
+                    ),
+                )
+        return complete
 
     async def _are_own(self, engine: Engine, call: Call) -> bool:
         """True if the ids are the policy's own. A prompt without earlier replies shows it, and without settings."""
@@ -132,10 +151,12 @@ class RecordedQueue:
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
         source = self._recordings.source
         wanted = [(train_index(source, rollout.position, self._seed), rollout.member) for rollout in rollouts]
-        for rollout, recorded in zip(rollouts, await source.recorded(wanted), strict=True):
-            own = await self._recordings.adopt(recorded, rollout)
-            self._done[rollout.id], self._terminal[rollout.id] = own.rollout, own.terminal
-            await self._store.put(own.rollout, own.attempt, *own.calls, *own.tool_results, *own.rewards)
+        adopted = await self._recordings.adopt([*zip(await source.recorded(wanted), rollouts, strict=True)])
+        await self._store.put(
+            *(r for own in adopted for r in (own.rollout, own.attempt, *own.calls, *own.tool_results, *own.rewards))
+        )
+        self._done |= {own.rollout.id: own.rollout for own in adopted}
+        self._terminal |= {own.rollout.id: own.terminal for own in adopted}
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
         return [self._done[id] for id in ids]
@@ -189,10 +210,11 @@ class HeldOutReplies:
     async def _read(self) -> dict[str, Batch]:
         config, source = self.loaded.config, self.recordings.source
         wanted = [(i, n) for i in range(min(config.eval.tasks, source.size)) for n in range(source.members(i))]
-        groups: list[list[Episode]] = []
-        for recorded in await source.recorded(wanted):
-            own = await self.recordings.adopt(recorded, recorded.rollout)
-            groups.append([build_episode(own.rollout, own.attempt, own.calls, own.tool_results)])
+        pairs = [(recorded, recorded.rollout) for recorded in await source.recorded(wanted)]
+        groups = [
+            [build_episode(own.rollout, own.attempt, own.calls, own.tool_results)]
+            for own in await self.recordings.adopt(pairs)
+        ]
         credit = dict.fromkeys(config.policies, NO_CREDIT)
         made = make_batches(groups, BatchPlan(credit, config.train.agents, without_logprobs=True))
         return {

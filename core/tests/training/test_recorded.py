@@ -271,7 +271,7 @@ def test_what_is_imitated_has_no_log_probabilities_and_the_temperature_of_this_r
     recordings = Recordings(source, config(sampling={"temperature": 0.5}), Tokenizing([9, 9]), imitated=True)
 
     [recorded] = asyncio.run(source.recorded([(0, 0)]))
-    own = asyncio.run(recordings.adopt(recorded, make.rollout("mine")))
+    [own] = asyncio.run(recordings.adopt([(recorded, make.rollout("mine"))]))
 
     [call] = own.calls
     assert (call.rollout, call.effective.temperature, call.choices[0].logprobs) == ("mine", 0.5, None)
