@@ -94,8 +94,8 @@ def make_tokenizer(shown: Demonstrations, vocabulary: int, seed: int) -> PreTrai
     return tokenizer
 
 
-def make_untaught(recipe: Recipe, seed: int, out: Path) -> None:
-    """Write a policy with random weights, which can say nothing."""
+def write_random(recipe: Recipe, seed: int, out: Path) -> None:
+    """Write a policy with random weights to the folder `out`."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(recipe.shown, recipe.shape.vocabulary, seed)
     make_model(recipe.shape, tokenizer).save_pretrained(out)
@@ -155,9 +155,9 @@ def main() -> None:
     example = HERE / options.example
     sys.path.append(str(example))
     recipe: Recipe = importlib.import_module(f"make_{options.example}").RECIPE
-    with tempfile.TemporaryDirectory() as untaught:
-        make_untaught(recipe, options.seed, Path(untaught))
-        teach(example, recipe, options.seed, Path(untaught), options.out)
+    with tempfile.TemporaryDirectory() as random:
+        write_random(recipe, options.seed, Path(random))
+        teach(example, recipe, options.seed, Path(random), options.out)
 
 
 if __name__ == "__main__":

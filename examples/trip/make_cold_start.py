@@ -19,11 +19,13 @@ tries in vain and gives up. It has never seen anyone find out what another fligh
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -34,8 +36,7 @@ HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent
 sys.path[:0] = [str(HERE), str(EXAMPLES), str(EXAMPLES.parent / "tests" / "benchmarks")]
 
-import torch  # noqa: E402
-from make_policy import make_model, teach  # noqa: E402
+from make_policy import teach, write_random  # noqa: E402
 from make_trip import (  # noqa: E402
     RECIPE,
     Choice,
@@ -57,14 +58,13 @@ from measured import Experiment, Result, average, spread, table  # noqa: E402
 from recipes import Demonstrations, Message, chooser, opened, says, uses  # noqa: E402
 from seeds import picture  # noqa: E402
 from tables import replaced  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
 from trip_tools import SYSTEM_PROMPT, TOOLS, use  # noqa: E402
 from trips import Split, traveller, trip  # noqa: E402
 
 from agl_view.charts import Points, line_chart  # noqa: E402
 
 SEEDS = range(3)
-UNTAUGHT_STEPS = 1000
+UNTAUGHT, UNTAUGHT_STEPS = HERE / "untaught", 2000
 ERRANDS = 3
 DEMONSTRATIONS = 50
 RUNS = Path("runs/cold-start").resolve()
@@ -136,17 +136,12 @@ def untaught(seed: int, index: int) -> list[Message]:
     return behave(trip(traveller(Split.TRAIN, -1 - seed, index)), chooser(f"hopeless/{seed}/{index}", HOPELESS))
 
 
-def make_untaught(folder: Path) -> None:
-    """Write the policy, with the tokenizer of the example's own, if it is not there."""
-    if folder.is_dir():
-        return
-    tokenizer = AutoTokenizer.from_pretrained(HERE / "policy")
-    torch.manual_seed(0)
-    random_weights = RUNS / "random"
-    make_model(RECIPE.shape, tokenizer).save_pretrained(random_weights)
-    tokenizer.save_pretrained(random_weights)
+def make_untaught() -> None:
+    """Make the policy of `UNTAUGHT` again, with the tokenizer of the example's own."""
     recipe = replace(RECIPE, shown=Demonstrations(untaught, TOOLS, errands), steps=UNTAUGHT_STEPS, reading=0.6)
-    teach(HERE, recipe, 0, random_weights, folder)
+    with tempfile.TemporaryDirectory() as random_weights:
+        write_random(RECIPE, 0, Path(random_weights))
+        teach(HERE, recipe, 0, Path(random_weights), UNTAUGHT)
 
 
 def demonstrate(seed: int) -> Path:
@@ -172,7 +167,7 @@ def trained(stage: str, seed: int, policy: Path, *settings: str) -> tuple[Result
 
 def one_way(way: Sequence[str], seed: int) -> dict[str, Result]:
     """The result of each stage, the first of which begins with the untaught policy."""
-    results, policy = {}, RUNS / "untaught"
+    results, policy = {}, UNTAUGHT
     for stage in way:
         recorded = [f'tasks.train={{source="recorded", run="{demonstrate(seed)}"}}'] if stage == "SFT" else []
         results[stage], policy = trained(stage, seed, policy, *recorded)
@@ -204,9 +199,16 @@ def show(results: Sequence[dict[str, Result]]) -> None:
 
 
 def main() -> None:
-    if "--write" not in sys.argv:  # Else the table and the picture alone, of the results there are.
+    parser = argparse.ArgumentParser(description="Train a policy that never succeeds.")
+    parser.add_argument("--untaught", action="store_true", help="only make the policy again that the runs begin with")
+    parser.add_argument("--write", action="store_true", help="only write the table and the picture of the results here")
+    options = parser.parse_args()
+    if options.untaught:
+        make_untaught()
+        return
+    if not options.write:
         os.environ["OMP_NUM_THREADS"] = "1"  # Two runs share two cores.
-        make_untaught(RUNS / "untaught")
+        RUNS.mkdir(parents=True, exist_ok=True)
         with ProcessPoolExecutor(2) as pool:
             ended = [[pool.submit(one_way, way, seed) for seed in SEEDS] for way in WAYS]
         results = [{**taught.result(), **alone.result()} for taught, alone in zip(*ended, strict=True)]
