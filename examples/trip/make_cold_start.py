@@ -12,9 +12,9 @@ If it is interrupted, call it again; to begin anew, remove `runs/cold-start`.
 Results go to `cold_start.json`, `cold_start.svg` and the table in README.md beside this file; the runs are in
 `runs/cold-start`.
 
-The untaught policy can read and write, and knows the tools: it was trained on errands, of which the user names one at a
-time ("Which airline do I fly with?", "What is it to Rome?"), and on travellers whose flight is cancelled, for whom it
-tries in vain and gives up. It has never seen anyone find out what another flight costs.
+The untaught policy is in `untaught/`. It can read and write, and knows the tools: it was trained on errands, of which
+the user names one at a time ("Which airline do I fly with?", "What is it to Rome?"), and on travellers whose flight is
+cancelled, for whom it tries in vain and gives up. It has never seen anyone find out what another flight costs.
 """
 
 from __future__ import annotations

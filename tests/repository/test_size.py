@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 46000,
+    "lines of the product": 46060,
     "files of the product": 238,
     "lines of the core": 27330,
-    "lines of the core's largest room": 3840,
+    "lines of the core's largest room": 3880,
     "lines of all Python": 107050,
     "files that one call passes": 42,
     "folders that one call passes": 12,

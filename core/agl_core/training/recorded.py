@@ -18,7 +18,7 @@ from agl_core.learning.rewards import AGENT_SOURCE, reported
 from agl_core.learning.tool_results import messages_of, tools_of
 from agl_core.learning.transitions import build_episode
 from agl_core.protocols import Engine, RecordedTasks
-from agl_core.store.interface import Store
+from agl_core.store.interface import Record, Store
 from agl_core.training.plan import train_index
 from agl_core.types import Batch, Call, Episode, RecordedReply, RecordedRollout, Rollout, RolloutState
 
@@ -116,8 +116,8 @@ class Recordings:
                     call,
                     prompt_ids=next((reply.prompt_ids for _, reply in choices if reply is not None), None),
                     choices=tuple(
-                        replace(choice, response_ids=reply and reply.response_ids, logprobs=None, mask=None)
-                        for choice, reply in choices
+                        replace(choice, response_ids=None if r is None else r.response_ids, logprobs=None, mask=None)
+                        for choice, r in choices
                     ),
                 )
         return complete
@@ -152,11 +152,11 @@ class RecordedQueue:
         source = self._recordings.source
         wanted = [(train_index(source, rollout.position, self._seed), rollout.member) for rollout in rollouts]
         adopted = await self._recordings.adopt([*zip(await source.recorded(wanted), rollouts, strict=True)])
-        await self._store.put(
-            *(r for own in adopted for r in (own.rollout, own.attempt, *own.calls, *own.tool_results, *own.rewards))
-        )
-        self._done |= {own.rollout.id: own.rollout for own in adopted}
-        self._terminal |= {own.rollout.id: own.terminal for own in adopted}
+        records: list[Record] = []
+        for own, rollout in zip(adopted, rollouts, strict=True):
+            records += own.rollout, own.attempt, *own.calls, *own.tool_results, *own.rewards
+            self._done[rollout.id], self._terminal[rollout.id] = own.rollout, own.terminal
+        await self._store.put(*records)
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
         return [self._done[id] for id in ids]
