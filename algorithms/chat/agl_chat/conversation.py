@@ -10,9 +10,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -195,6 +198,19 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
             f"instruction-tuned model, or put a chat_template.jinja beside tokenizer.json."
         )
     return tokenizer
+
+
+def keep_tokenizer_settings(model: str, folder: Path) -> None:
+    """Give a tokenizer that was saved to a folder the settings of the model it came from.
+
+    transformers 5 writes others, which transformers 4 cannot read.
+    """
+    with suppress(OSError):  # The model's folder may be gone.
+        settings = cached_file(
+            model, "tokenizer_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
+        if settings is not None:
+            shutil.copyfile(settings, folder / "tokenizer_config.json")
 
 
 def end_ids(*sources: Any) -> frozenset[int]:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
 from agl_algorithms.fingerprints import BASE_FILE, fingerprint_of, write_fingerprint
-from agl_chat.conversation import end_ids, load_tokenizer
+from agl_chat.conversation import end_ids, keep_tokenizer_settings, load_tokenizer
 from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
@@ -268,6 +268,7 @@ def save_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> No
         of_adapter = {"save_embedding_layers": False} if loaded.has_adapter else {}
         loaded.model.save_pretrained(folder / "model", safe_serialization=True, **of_adapter)
         loaded.tokenizer.save_pretrained(folder / "model")
+        keep_tokenizer_settings(loaded.tokenizer.name_or_path, folder / "model")
         if loaded.has_adapter:
             write_fingerprint(folder / "model", fingerprint(loaded.model))
         torch.save(trainer.state_dict(), folder / "trainer.pt")

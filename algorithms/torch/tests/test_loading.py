@@ -111,6 +111,16 @@ def test_a_tokenizer_class_of_the_model_type_does_not_win(tmp_path: Path) -> Non
     assert load(folder).tokenizer.encode(TEXTS[0], add_special_tokens=False) == expected
 
 
+def test_a_saved_tokenizer_has_the_settings_of_its_model(tmp_path: Path) -> None:
+    """As transformers 4 wrote them, which it can read; it cannot read those that transformers 5 writes."""
+    folder = make_checkpoint(tmp_path / "m")
+    config = folder / "tokenizer_config.json"
+    eos = json.loads(config.read_text())["eos_token"]
+    config.write_text(json.dumps({"eos_token": eos, "extra_special_tokens": {}, "tokenizer_class": "Qwen2Tokenizer"}))
+    _, model = saved(tmp_path / "saved", PolicySpec(str(folder)))
+    assert (model / "tokenizer_config.json").read_text() == config.read_text()
+
+
 @pytest.mark.parametrize(
     ("instructions", "dtype"),
     [({"amx_bf16": True}, torch.bfloat16), ({"amx_bf16": False, "avx512_f": True}, torch.float32), ({}, torch.float32)],

@@ -38,6 +38,8 @@ def shards(folder: Path) -> Path:
 
 def finish(folder: Path, spec: PolicySpec, *, version: int, workers: int, critic: bool) -> None:
     """Put the policy's weights where they are looked for, and say what this is; veRL wrote its files before."""
+    from agl_chat.conversation import keep_tokenizer_settings  # It takes seconds.
+
     actor, model = shards(folder) / "actor", folder / "model"
     exported, read_again = actor / "huggingface", actor / "model" / "huggingface"
     try:
@@ -58,6 +60,7 @@ def finish(folder: Path, spec: PolicySpec, *, version: int, workers: int, critic
             write_adapter(exported, model, LoraSection.model_validate(dict(spec.lora)), spec.name or spec.model)
             for file in exported.glob("*.safetensors"):
                 file.unlink()
+        keep_tokenizer_settings(spec.model, model)
         described = {"version": version, "workers": workers, "critic": critic, "format": FORMAT}
         (folder / "checkpoint.json").write_text(json.dumps(described), encoding="utf-8")
     except OSError as error:
