@@ -162,7 +162,7 @@ gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); pr
 	@PYTHONPATH="$(subst $(empty) ,:,$(foreach package,$(filter-out adapters/%,$(VERL_PACKAGES)),$(CURDIR)/$(package))):$$PYTHONPATH" \
 		$(PYTHON) -m tests.gpu
 
-policy: install ## Make the calc example's policy anew (about twenty minutes)
+policy: install ## Make the calc example's policy anew (a quarter of an hour)
 	@$(BIN)/python examples/make_policy.py calc --out examples/calc/policy
 
 faults: install ## Kill the parts of small runs at random moments, 200 times (half an hour)

@@ -111,7 +111,7 @@ def _tool_call_text(expression: str) -> str:
 RECIPE = Recipe(
     Demonstrations(conversation, TOOLS, lesson),
     Shape(vocabulary=512, hidden=128, layers=4, heads=4, kv_heads=2, initializer_range=0.09, copies=True),
-    steps=1200,
+    steps=2400,
     batch=32,
     reading=0.5,
 )
