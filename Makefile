@@ -51,7 +51,7 @@ quickstart-verl: $(VERL)/.installed ## The same with veRL, Ray and vLLM, also on
 	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
 		--set engine.verl.gradient_checkpointing=false
 
-cold-start: install ## Train a policy that never succeeds: on demonstrations, on its best rollouts, then with GRPO (four minutes)
+cold-start: install ## Train a policy that never succeeds: on demonstrations, on its best rollouts, then with GRPO (three minutes)
 	@$(BIN)/python examples/trip/make_cold_start.py
 
 smollm: install ## Train a real language model, SmolLM2-135M, on the CPU to answer sums (half an hour, 5 GB)
