@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -335,6 +336,9 @@ async def _in_thread(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         except Exception as error:
             done.set_exception(error)
 
+    # A client of an earlier cell closes its connections where it is collected. In that thread, it would take this
+    # loop's sockets out of its selector, and a request might never be seen.
+    gc.collect()
     threading.Thread(target=work).start()
     await asyncio.wrap_future(done)
 
