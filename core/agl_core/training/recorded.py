@@ -88,11 +88,14 @@ class Recordings:
 
         ConfigError if some have those of another model, and they may not.
         """
+        engine = self._engine
+        if engine is None:
+            return list(calls)
         by_text: dict[str, dict[int, list[RecordedReply]]] = defaultdict(dict)
         """By policy and position: the replies of the calls that get other ids."""
         for position, call in enumerate(calls):
             has_ids = call.prompt_ids is not None and all(choice.response_ids is not None for choice in call.choices)
-            if self._engine is None or (has_ids and await self._are_own(self._engine, call)):
+            if has_ids and await self._are_own(engine, call):
                 continue
             if self._imitated or self.source.without_logprobs:
                 messages, tools = messages_of(call), tools_of(call)
@@ -107,8 +110,7 @@ class Recordings:
                 )
         complete = list(calls)
         for policy, replies in by_text.items():
-            assert self._engine is not None
-            tokenized = iter(await self._engine.tokenize(policy, [reply for of in replies.values() for reply in of]))
+            tokenized = iter(await engine.tokenize(policy, [reply for of in replies.values() for reply in of]))
             for position in replies:
                 call = calls[position]
                 choices = [*zip(call.choices, islice(tokenized, len(call.choices)), strict=True)]
