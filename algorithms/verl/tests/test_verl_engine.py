@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -49,11 +50,15 @@ def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch:
 def test_a_checkpoint_has_its_weights_where_the_torch_engine_has_them(tmp_path: Path) -> None:
     written = shards(tmp_path) / "actor" / "huggingface"
     written.mkdir(parents=True)
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+    own = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    for name in (*own, "model.safetensors"):
         (written / name).write_text(name)
-    finish(tmp_path, SPEC, version=7, workers=2, critic=False)
-    assert sorted(os.listdir(tmp_path / "model")) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert sorted(os.listdir(written)) == ["config.json", "tokenizer.json"], "veRL reads the configuration there"
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "tokenizer_config.json").write_text("the base's")
+    finish(tmp_path, replace(SPEC, model=str(tmp_path / "base")), version=7, workers=2, critic=False)
+    assert sorted(os.listdir(tmp_path / "model")) == sorted([*own, "model.safetensors"])
+    assert (tmp_path / "model" / "tokenizer_config.json").read_text() == "the base's"
+    assert sorted(os.listdir(written)) == own, "veRL reads the configuration there"
     assert read(tmp_path, workers=2, critic=False) == 7
     with pytest.raises(CheckpointError, match="2 workers, and 4"):
         read(tmp_path, workers=4, critic=False)
