@@ -211,31 +211,6 @@ REFILL_COSTS: dict[str, Cell] = {
     "gained per CPU minute": spread(lambda run: 60 * gain(run) / run["cpu_seconds"]),
 }
 
-POOLED = (
-    *REFILLED["calc"],
-    'plugins=["tasks.py", "../../docs/pools.py"]',
-    'tasks.train={source = "pool", of = "calc", size = 40}',
-)
-"""Training on 40 tasks that recur."""
-CURRICULA: dict[str, dict[str, tuple[str, ...]]] = {
-    "calc": {"40 tasks in turn": POOLED, "40 tasks by success": (*POOLED, "curriculum={}")},
-    "sql": {
-        "new tasks": REFILLED["sql"],
-        "new tasks by success at their difficulty": (*REFILLED["sql"], "curriculum.by=difficulty"),
-    },
-}
-"""Without a curriculum and with one; the tasks of sql say how difficult they are."""
-CURRICULUM: dict[str, Cell] = {
-    "seeds": seeds_run,
-    "rollouts": average(lambda run: sum(run["step_rollouts"])),
-    "groups without contrast": spread(lambda run: statistics.mean(run["no_contrast"])),
-    "in the second half": spread(lambda run: statistics.mean(run["no_contrast"][len(run["no_contrast"]) // 2 :])),
-    "after, greedy": spread(held_out("after", "greedy")),
-    "after, sampled": spread(held_out("after", "sampled")),
-    "while training": spread(lambda run: statistics.mean(run["train_rewards"])),
-    "gained per 1,000 rollouts": spread(lambda run: 1000 * gain(run) / sum(run["step_rollouts"])),
-}
-
 TEACHER = EXAMPLES.parent / "runs" / "calc-teacher"
 """Where the weights of the teacher are kept. It is made again with its result, so delete that if they are gone."""
 SAMPLED_ALONE = ("eval.tasks=40", 'eval.modes=["eval-sampled"]')
@@ -263,10 +238,6 @@ def measured() -> Iterator[Experiment]:
     for seed in range(3):
         for label, changes in DISTILLED.items():
             yield Experiment(EXAMPLES / "calc", f"distillation/{label}", changes, seed, steps_of)
-    for seed in range(3):
-        for example, labels in CURRICULA.items():
-            for label, settings in labels.items():
-                yield Experiment(EXAMPLES / example, f"curriculum/{label}", settings, seed, contrast_of)
     for seed in range(5):
         for example, shorter in REFILLED.items():
             for label, changes in REFILL.items():
@@ -295,12 +266,6 @@ def steps_of(run: Path) -> Result:
         name: [value for _, value in series(metrics, "train", key)]
         for name, key in (("step_rollouts", "rollouts"), ("step_seconds", "seconds/step"))
     }
-
-
-def contrast_of(run: Path) -> Result:
-    """The same, and the share of groups without contrast in each step."""
-    shares = series(read_metrics(run), "train", "groups/no_contrast")
-    return {**steps_of(run), "no_contrast": [share for _, share in shares]}
 
 
 def gain(run: Result) -> float:
@@ -348,9 +313,6 @@ def experiments() -> Iterator[str]:
     for example in REFILLED:
         rows = {label: runs_of(MEASURED, measured, f"{example}/refill/{label}") for label in REFILL}
         yield from (f"## Groups without contrast replaced: {example}", "", *table("replaced", rows, REFILL_COSTS), "")
-    for example, labels in CURRICULA.items():
-        rows = {label: runs_of(MEASURED, measured, f"{example}/curriculum/{label}") for label in labels}
-        yield from (f"## Tasks by success: {example}", "", *table("trained on", rows, CURRICULUM), "")
     yield from distillation()
 
 

@@ -190,8 +190,8 @@ def in_the_middle_of(store: Path, step: int) -> bool:
 
 
 def test_killed_in_the_middle_of_a_step_it_resumes_bit_for_bit(agl: Any) -> None:
-    """With tasks of a mixture that are drawn by what was recorded before."""
-    settings = ["train.deterministic=true", "workers.concurrency=16", "train.steps=3", "curriculum.by=part"]
+    """With tasks of a mixture."""
+    settings = ["train.deterministic=true", "workers.concurrency=16", "train.steps=3"]
     parts = ", ".join(f"{part} = {{source = 'calc', split = '{part}'}}" for part in ("train", "eval_templates"))
     settings.append(f"tasks.train={{source = 'mixture', parts = {{{parts}}}}}")
     agl.run(*agl.calc(*settings, "name=whole"))

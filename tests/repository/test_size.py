@@ -17,11 +17,11 @@ BOUNDS = {
     "lines of the product": 46060,
     "files of the product": 238,
     "lines of the core": 27330,
-    "lines of the core's largest room": 3880,
+    "lines of the core's largest room": 3770,
     "lines of all Python": 107050,
     "files that one call passes": 42,
     "folders that one call passes": 12,
-    "settings": 183,
+    "settings": 178,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""

@@ -201,15 +201,10 @@ IN_FLIGHT, KEPT = (
 )
 SYSTEM = ran(lambda run: sorted({request["messages"][0]["content"] for request in run.seen["requests"]}))
 PLACE, GROUPS, EVALUATIONS = serving(served_at), ran(groups_and_rollouts), ran(evaluations)
-SUCCESS, SET_ASIDE = (
-    ran(lambda run: run.summary.state.success),
-    ran(lambda run: run.metrics[1]["curriculum/set_aside"]),
-)
 CHECKPOINTS, REWARDS, FILES, ENDINGS = ran(checkpoints), ran(rewards), ran(files), ran(endings)
 APART: Given = {"workers.embedded": False}
 TORCH: Given = {"plugins": [], "engine.name": "torch"}
 SECOND: Given = {"policies.second.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}
-CURRICULUM: Given = {"curriculum.explore": 0.0}
 LORA: Given = {"policies.default.model.lora": {"rank": 4}}
 SLOW: Given = {"rewards": {"regex_format": {"pattern": "(a|a)*b", "time_limit": 600}}}
 DISCOUNTED: Given = {"name": "discounted", "discounted": {"gamma": 0.0}}
@@ -324,13 +319,6 @@ EFFECTS: Mapping[str, Effect] = {
         lambda bench, given: engine_context(bench.load(given), Path()).deterministic, {"train.deterministic": True}
     ),
     **{f"train.endings.{e}": Effect(partial(ended, e), {f"train.endings.{e}": 0.25}) for e in Ending},
-    "curriculum.by": Effect(SUCCESS, {"curriculum.by": "result"}, CURRICULUM),
-    "curriculum.low": Effect(SET_ASIDE, {"curriculum.low": 0.0}, CURRICULUM),
-    "curriculum.high": Effect(SET_ASIDE, {"curriculum.high": 1.0}, CURRICULUM),
-    "curriculum.explore": Effect(
-        REWARDS, {"curriculum.explore": 1.0}, {**CURRICULUM, "curriculum.reward": [-1.0, 1.0], "seed": 1}
-    ),
-    "curriculum.reward": Effect(SUCCESS, {"curriculum.reward": [-1.0, 2.0]}, CURRICULUM),
     "async.max_staleness": Effect(IN_FLIGHT, {"async.max_staleness": 1}),
     "async.in_flight": Effect(IN_FLIGHT, {"async.in_flight": 3}, {"async.max_staleness": 1}),
     "eval.every": Effect(EVALUATIONS, {"eval.every": 1}),

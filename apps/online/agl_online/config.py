@@ -189,8 +189,6 @@ def _problems(loaded: LoadedConfig) -> Iterator[str]:
             "[async] has no place beside [learn]: a step waits for sessions, whose age [learn] max_staleness bounds. "
             "Leave [async] out."
         )
-    if config.curriculum is not None:
-        yield "[curriculum] has no place beside [learn], whose few rollouts of tasks are of all alike. Leave it out."
     if len(config.tasks) == 1:
         yield "[learn] has a gate, which tests versions on held-out tasks. Add a set of them: [tasks.eval]."
     if Mode.EVAL_SAMPLED not in config.eval.modes:

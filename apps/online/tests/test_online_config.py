@@ -50,7 +50,6 @@ def loaded(folder: Path, *overrides: str, **tables: Any) -> Any:
         ({"algorithm": {"name": "comparing"}}, ("only one of its kind", "reinforce++ or ppo")),
         ({"algorithm": {"name": "grpo"}}, ("earlier versions answered", "Set its importance_cap")),
         ({"async": {"max_staleness": 2}}, ("[async] has no place beside [learn]", "Leave [async] out")),
-        ({"curriculum": {}}, ("[curriculum] has no place beside [learn]", "Leave it out")),
         ({"tasks": {"train": LEARNING["tasks"]["train"]}}, ("on held-out tasks", "[tasks.eval]")),
         ({"eval": {"modes": ["eval-greedy"]}}, ("sampled replies", "'eval-sampled' to eval.modes")),
         ({"policies": dict.fromkeys("ab", LEARNING["policies"]["default"])}, ("one policy, and there are 2",)),

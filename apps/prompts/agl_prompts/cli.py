@@ -20,7 +20,6 @@ from agl_core.training.run import local_server, new_run_dir, removed_unless_begu
 from agl_core.training.session import open_session
 from agl_core.wire import take_key_of
 from agl_core.worker.worker import until_signal
-from agl_prompts.apo import apo
 from agl_prompts.config import OptimizeSection, Proposer, ServedModel
 from agl_prompts.gepa import gepa
 from agl_prompts.search import Search, SearchOverError
@@ -30,7 +29,6 @@ Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="A run: go on w
 
 _FILE, _PROPOSALS = "prompts.toml", "proposals.jsonl"
 """In the run's folder: the best candidate, and what the proposer answered."""
-_METHODS = {"gepa": gepa, "apo": apo}
 _ANSWERED_ELSEWHERE = (kinds.TASK_SOURCE, kinds.REWARD, kinds.STORE, kinds.SECTION)
 """The kinds that are needed where no engine of this run answers."""
 
@@ -112,7 +110,7 @@ async def _search(search: Search, observer: ConsoleObserver) -> list[dict[str, f
     await search.begin()
     before = await search.held_out(search.seed)
     try:
-        await _METHODS[search.settings.method](search)
+        await gepa(search)
     except SearchOverError as over:
         observer.say(f"the search is over: {over}")
     return [before, await search.held_out(search.best)]

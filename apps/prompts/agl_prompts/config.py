@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import orjson
@@ -40,9 +40,6 @@ class ModelServer(Section):
 class OptimizeSection(Section):
     """Improving the prompts of `[prompts]` with `agl optimize` (docs/how-to/prompts.md)."""
 
-    method: Literal["gepa", "apo"] = Field(
-        "gepa", description="gepa: reflective evolution along a Pareto front; apo: textual gradients and a beam."
-    )
     proposer: ModelServer = Field(description="The model that writes prompts.")
     upstream: ModelServer | None = Field(
         None, description="The model that answers the agent; absent: the run's policies, which are not updated."

@@ -77,14 +77,10 @@ def model(received: Received) -> Step:
 
 
 def proposer(received: Received) -> Step:
-    """The prompt that it is shown, with one word more; or a reason."""
-    request = received.said
-    if "<reason>" in request:
-        return Say("<reason>It lacks a word.</reason>")
-    is_edit = "<prompt>" in request
-    shown = re.findall(r"<prompt>\n(.*?)\n</prompt>" if is_edit else r"```\n(.*?)\n```", request, re.DOTALL)[0]
+    """The prompt that it is shown, with one word more."""
+    shown = re.findall(r"```\n(.*?)\n```", received.said, re.DOTALL)[0]
     word = next((word for word in WORDS if word not in shown.split()), "please")
-    return Say(f"<prompt>{shown} {word}</prompt>" if is_edit else f"```\n{shown} {word}\n```")
+    return Say(f"```\n{shown} {word}\n```")
 
 
 @dataclass
@@ -145,10 +141,9 @@ def world(working_folder: Path) -> Iterator[World]:  # noqa: F811
         yield World(working_folder, answering, proposing, config)
 
 
-@pytest.mark.parametrize("method", ["gepa", "apo"])
-def test_the_words_that_help_are_found(world: World, agl: Agl, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_words_that_help_are_found(world: World, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = {name: {**world.config["optimize"][name], "api_key_env": f"KEY_OF_{name}"} for name in SERVERS}
-    world.write(optimize=world.optimize(method=method, **servers))
+    world.write(optimize=world.optimize(**servers))
     for name in SERVERS:
         monkeypatch.setenv(f"KEY_OF_{name}", f"for-{name}")
 
@@ -204,9 +199,8 @@ def test_the_record_has_the_prompt_that_the_model_got(world: World, agl: Agl) ->
     )
 
 
-@pytest.mark.parametrize("method", ["gepa", "apo"])
-def test_the_budget_is_kept(world: World, agl: Agl, method: str) -> None:
-    world.write(optimize=world.optimize(method=method, budget=17, minibatch=2))
+def test_the_budget_is_kept(world: World, agl: Agl) -> None:
+    world.write(optimize=world.optimize(budget=17, minibatch=2))
 
     done = agl("optimize", "better.toml")
 
@@ -214,13 +208,12 @@ def test_the_budget_is_kept(world: World, agl: Agl, method: str) -> None:
     assert len([r for r in world.rollouts() if "-train" in r.group]) <= 17
 
 
-@pytest.mark.parametrize("method", ["gepa", "apo"])
 @pytest.mark.parametrize(("budget", "rest"), [(8, ""), (15, " but for 7, too few to go on")])
 def test_nothing_is_asked_of_the_proposer_that_no_rollout_could_try(
-    world: World, agl: Agl, method: str, budget: int, rest: str
+    world: World, agl: Agl, budget: int, rest: str
 ) -> None:
     """A new prompt needs 2 rollouts for its minibatch and 6 for a score."""
-    world.write(optimize=world.optimize(method=method, budget=budget, minibatch=2))
+    world.write(optimize=world.optimize(budget=budget, minibatch=2))
 
     done = agl("optimize", "better.toml")
 
@@ -334,7 +327,7 @@ def test_mistakes_are_named(world: World, agl: Agl, changes: dict[str, Any], say
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"budget": 3}, "6 validation tasks need more"), ({"budgets": 3}, "budget"), ({"method": "best"}, "method")],
+    [({"budget": 3}, "6 validation tasks need more"), ({"budgets": 3}, "budget")],
 )
 def test_mistakes_in_its_table_are_named(world: World, agl: Agl, change: dict[str, Any], says: str) -> None:
     world.write(optimize=world.optimize(**change))

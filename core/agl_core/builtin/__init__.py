@@ -21,9 +21,7 @@ def register_components(register: Register) -> None:
     def recorded_needs(options: tasks.RecordedOptions) -> set[Capability]:
         return {Capability.RECORDED_TEXTS} if options.without_logprobs else set()
 
-    replay_options, replay_needs = buffers.PrioritisedOptions, buffers.PRIORITISED_NEEDS
     register(kinds.BUFFER, "fifo", lambda options: buffers.Fifo(), doc=buffers.Fifo.__doc__)
-    register(kinds.BUFFER, "prioritised", buffers.Prioritised, options=replay_options, needs=replay_needs)
     register(kinds.STORE, "sqlite", build)
     register(kinds.TASK_SOURCE, "jsonl", tasks.jsonl_tasks, options=tasks.FileOptions)
     register(kinds.TASK_SOURCE, "csv", tasks.csv_tasks, options=tasks.FileOptions)

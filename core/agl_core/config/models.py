@@ -179,35 +179,6 @@ class AsyncSection(Section):
     )
 
 
-class CurriculumSection(Section):
-    """Training on tasks by their recorded success: more often on those that the policy solves now and then.
-
-    A run without this table takes all tasks alike, in random order (docs/choosing.md).
-    """
-
-    by: str | None = Field(
-        None,
-        min_length=1,
-        description="A key of the tasks' metadata: tasks with the same value share one success, for instance a level, "
-        "or the `part` of a mixture. Absent: each task has its own, which needs a finite source.",
-    )
-    low: float = Field(0.05, ge=0, le=1, description="Success below which a task is set aside as too hard.")
-    high: float = Field(0.95, ge=0, le=1, description="Success above which a task is set aside as too easy.")
-    explore: float = Field(
-        0.2, ge=0, le=1, description="The share of draws that ignores success, so that tasks come back."
-    )
-    reward: tuple[float, float] = Field(
-        (0.0, 1.0), description="The mean rewards of a group that count as success 0 and 1; others are cut off."
-    )
-
-    @model_validator(mode="after")
-    def _have_ranges(self) -> Self:
-        for name, (low, high) in {"low and high": (self.low, self.high), "reward": self.reward}.items():
-            if low >= high:
-                raise ValueError(f"{name}: {low:g} to {high:g} is no range, the first has to be below the second")
-        return self
-
-
 class EvalSection(Section):
     """Evaluation with the same agent, workers, gateway and store as training."""
 
@@ -323,7 +294,6 @@ class RunConfig(Section):
     )
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
-    curriculum: CurriculumSection | None = None
     asynchronous: AsyncSection = Field(AsyncSection(max_staleness=0), alias="async")
     buffer: PluginChoice = Field(
         PluginChoice(name="fifo"), description="Which of the complete groups an update trains on."

@@ -41,8 +41,6 @@ class RunState:
     """Groups of training rollouts."""
     groups_unfinished: list[int] = field(default_factory=list)
     """The positions, from 0, of begun groups that no step trained on: they are begun again."""
-    success: dict[str, float] = field(default_factory=dict)
-    """What a curriculum knows of the tasks of training (`agl_core.training.plan.Curriculum`)."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """One entry per evaluation: step, set, mode, reward, rollouts, calls, seconds."""
     peak_rss_bytes: int = 0

@@ -37,7 +37,7 @@ from agl_core.training.metrics import (
     step_line,
     update_metrics,
 )
-from agl_core.training.plan import Curriculum, TrainingPlan, group_of
+from agl_core.training.plan import TrainingPlan, group_of
 from agl_core.training.recorded import HeldOutReplies
 from agl_core.training.rollouts import Collector, Drawn, Experience
 from agl_core.types import AlarmName, DropReason, Episode, Mode, Rollout, TrainingRecord
@@ -85,7 +85,6 @@ class Trainer:
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
     _plan: BatchPlan = field(init=False)
-    _curriculum: Curriculum | None = field(default=None, init=False)
     _experience: Experience = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,8 +149,6 @@ class Trainer:
         """Groups of rollouts of `[tasks.train]`."""
         config, session, source = self.loaded.config, self.session, self.session.tasks["train"]
         per_step = self._groups_per_step
-        if config.curriculum is not None:
-            self._curriculum = Curriculum(config.curriculum, source, config.seed, self.state.success)
         plan = TrainingPlan(
             source,
             session.run,
@@ -159,7 +156,6 @@ class Trainer:
             config.seed,
             groups_per_step=per_step,
             group_size=config.train.group_size,
-            curriculum=self._curriculum,
         )
         return Experience(
             session.collector,
@@ -197,7 +193,6 @@ class Trainer:
         metrics = {
             **self._metrics(drawn, batches, results, records),
             **ages,
-            **(self._curriculum.learn(drawn.new) if self._curriculum else {}),
             **{key.replace("_", "/", 1): stats[key] - before[key] for key in stats if key.startswith("tokens_")},
             "seconds/rollouts": rolled_out - started,
             "seconds/update": updated - rolled_out,

@@ -25,7 +25,7 @@ from agl_core.training.alarms import Alarm
 from agl_core.training.failures import StallWatch, common_failure, failures
 from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
-from agl_core.training.plan import Curriculum, group_of
+from agl_core.training.plan import group_of
 from agl_core.training.recorded import HeldOutReplies, RecordedQueue, Recordings
 from agl_core.training.rollouts import Collector, Queue, scoring_rules
 from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run, Workload
@@ -212,8 +212,7 @@ def workload(loaded: LoadedConfig) -> Workload:
 def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
     """Where the tasks of each set come from, once the first task of each was made.
 
-    ConfigError if that fails, if a set has no tasks, or if training is not possible with these (`check_agent`,
-    `Curriculum`).
+    ConfigError if that fails, if a set has no tasks, or if training is not possible with these (`check_agent`).
     """
     sources: dict[str, TaskSource] = {}
     for name, chosen in loaded.tasks.items():
@@ -230,8 +229,6 @@ def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
                 f"{last_frames(error)}"
             ) from error
     check_agent(loaded.config, sources, imitates=loaded.imitates)
-    if loaded.config.curriculum is not None:
-        Curriculum(loaded.config.curriculum, sources["train"], loaded.config.seed, {})
     return sources
 
 

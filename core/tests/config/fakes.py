@@ -105,6 +105,7 @@ def register_components(register: Register) -> None:
     register(kinds.CREDIT, "either", built, yields={CreditKind.REWARD, CreditKind.RETURN})
     register(kinds.CREDIT, "mixing", built, yields=CreditKind.RETURN, provides={Capability.TOOL_RESULTS})
     register(kinds.BUFFER, "hoarding", built)
+    register(kinds.BUFFER, "replaying", built, needs={Capability.REPLAY, Capability.GROUPS})
     register(kinds.STORE, "forgetting", built)
     register(kinds.TASK_SOURCE, "counting", built, options=CountingOptions)
     register(kinds.TRACKER, "shouting", built, options=CarelessOptions)
