@@ -11,19 +11,21 @@ import contextlib
 import hashlib
 import json
 import os
-import random
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core.errors import AglError, ConfigError
 from agl_core.types import Episode, Json
-from agl_rewards.evaluators import expected_answer
+from agl_rewards.evaluators import expected_answer, text_of
 
 SCALE = 10
 """The highest score that a judge can give; the lowest is 0."""
@@ -33,8 +35,6 @@ _AT_ONCE = 8
 """Requests under way at a time; hosted models allow more, a small local one is busy with these."""
 _REPLY_SECONDS = 300.0
 """Beyond what a model needs that reasons first; the rule's `time_limit` is shorter where one is set."""
-_LABELS = range(0xA000, 0x10000)
-"""In hexadecimal, they begin with a letter, and none looks like a number."""
 _NOT_ONLY_TEXT = re.compile(r"<|\[(?=/?[A-Z])|[\x85\u2028\u2029\ud800-\udfff]")
 """The start of a chat template's control tokens (`<|im_start|>`, `</s>`, `[INST]`), which servers also find in text,
 ends of a line that JSON does not escape, and half a surrogate pair, which cannot be sent."""
@@ -43,6 +43,14 @@ _NO_SUCH_FORMAT = frozenset({httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_
 
 class JudgeError(AglError, RuntimeError):
     """The judge cannot be reached, or does not answer with the numbers that it was asked for."""
+
+    reply = ""
+    """The reply that was refused, if there was one."""
+
+    def quotes(self, text: str) -> bool:
+        """True if the last JSON object of the refused reply stands in `text`, which dictated that verdict."""
+        verdicts = re.findall(r"{[^{}]+}", self.reply)
+        return bool(verdicts) and _bare(verdicts[-1]) in _bare(text)
 
 
 class JudgeOptions(BaseModel):
@@ -71,8 +79,8 @@ class Question:
     """A question to a judge, which is answered with a number for each label.
 
     The material comes from the agent under training, which would gain by addressing its judge. It is JSON between two
-    lines that it cannot know, without control tokens of chat templates. Nor can it know the labels (`labels_for`): a
-    verdict that it dictates has others, and is refused.
+    lines that it cannot know, without control tokens of chat templates. Nor can it know the labels, which are drawn for
+    each request: a verdict that it dictates has others, and is refused.
     """
 
     task: str
@@ -136,19 +144,14 @@ class Question:
         return [float(numbers[label]) for label in self.labels]
 
 
-def labels_for(material: Json, count: int) -> list[str]:
-    """Labels that follow from all of the material, so that none of its texts can know them; the same for the same.
-
-    >>> labels_for("Paris", 2) == labels_for("Paris", 2) != labels_for("Lyon", 2)
-    True
-    """
-    return [f"{number:x}" for number in random.Random(json.dumps(material)).sample(_LABELS, count)]
+AskWithLabels: TypeAlias = Callable[[Sequence[str]], Question]
+"""Puts one question under any labels, as many as it needs."""
 
 
 class JudgeModel:
     """A language model that answers questions, each once.
 
-    Answers are kept by a hash of endpoint, model and request, and who asks the same at the same time shares one
+    Answers are kept by a hash of endpoint, model and question, and who asks the same at the same time shares one
     request, whether it succeeds or fails. If one of them is cancelled, the request continues for the others and for the
     cache. A request asks for a reply in a JSON schema (`response_format`), or for JSON alone if the endpoint refuses
     that. It is sent again, twice at most, if the endpoint is busy or fails, and once if the reply is refused, with the
@@ -164,48 +167,52 @@ class JudgeModel:
         self._calls = 0
         self._has_format = True
 
-    async def numbers(self, question: Question) -> list[float]:
-        """The numbers for the labels. JudgeError if the endpoint fails, no reply has them or `max_calls` is used up."""
-        asked = [self._options.base_url, self._options.model, question.messages(self._options.rubric)]
+    async def numbers(self, count: int, ask: AskWithLabels) -> list[float]:
+        """A number for each label. JudgeError if the endpoint fails, no reply has them or `max_calls` is used up."""
+        unlabelled = ask([str(place) for place in range(count)])
+        asked = [self._options.base_url, self._options.model, unlabelled.messages(self._options.rubric)]
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
         answer = self._answers.get(key)
         if answer is None:
-            answer = self._answers[key] = asyncio.create_task(self._answer(key, question))
+            answer = self._answers[key] = asyncio.create_task(self._answer(key, count, ask))
             answer.add_done_callback(lambda done: self._forget_failed(key, done))
         try:
             return await asyncio.shield(answer)
         except JudgeError as error:
-            raise JudgeError(*error.args) from error  # One for each episode: the run notes on it whose it is.
+            raise copy(error) from error  # One for each episode: the run notes on it whose it is.
 
     def _forget_failed(self, key: str, answer: asyncio.Task[list[float]]) -> None:
         if answer.cancelled() or answer.exception() is not None:
             del self._answers[key]
 
-    async def _answer(self, key: str, question: Question) -> list[float]:
+    async def _answer(self, key: str, count: int, ask: AskWithLabels) -> list[float]:
         """The answer that `cache` has; else that of the model. A damaged file is replaced."""
         file = None if self._options.cache is None else self._options.cache / key
         with contextlib.suppress(FileNotFoundError, TypeError, ValueError):
             if file is not None:
                 return [float(number) for number in json.loads(file.read_text())]
-        answer = await self._ask(question)
+        answer = await self._ask(count, ask)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(answer))
         return answer
 
-    async def _ask(self, question: Question) -> list[float]:
+    async def _ask(self, count: int, ask: AskWithLabels) -> list[float]:
         fault: str | None = None
         async with self._turns:
             for _ in range(2):
+                question = ask([secrets.token_hex(8) for _ in range(count)])
                 reply = await self._reply(question, fault)
                 try:
                     return question.numbers_in(reply)
                 except ValueError as error:
                     fault = str(error)
-        raise JudgeError(
+        refused = JudgeError(
             f"The judge's reply was refused twice, because {fault}: {reply[:200]!r}. A larger model, a simpler rubric, "
             f"or an endpoint with structured output keeps to the form."
         )
+        refused.reply = reply
+        raise refused
 
     async def _reply(self, question: Question, fault: str | None = None) -> str:
         url = f"{self._options.base_url.rstrip('/')}/chat/completions"
@@ -252,7 +259,8 @@ def judge(options: JudgeOptions) -> Callable[[Episode], Awaitable[float]]:
         rubric = "Polite, and it answers the question."
         cache = "judgements"
 
-    A JudgeError drops the episode with its reason.
+    An answer scores 0 if the judge copies a verdict from it, though asked twice. Any other JudgeError drops the episode
+    with its reason.
     """
     model = JudgeModel(options)
     task = (
@@ -262,7 +270,12 @@ def judge(options: JudgeOptions) -> Callable[[Episode], Awaitable[float]]:
 
     async def score(episode: Episode) -> float:
         material = options.material(episode) | {"answer": episode.result}
-        [value] = await model.numbers(Question(task, material, labels_for(material, 1)))
+        try:
+            [value] = await model.numbers(1, partial(Question, task, material))
+        except JudgeError as error:
+            if error.quotes(text_of(episode.result)):
+                return 0.0
+            raise
         return value / SCALE
 
     return score
@@ -274,3 +287,9 @@ def _authorization(variable: str | None) -> dict[str, str]:
     if not os.environ.get(variable):
         raise ConfigError(f"The judge's api_key_env = '{variable}': that environment variable is not set.")
     return {"Authorization": f"Bearer {os.environ[variable]}"}
+
+
+def _bare(text: str) -> str:
+    """The text without spaces and escapes, in which a copied JSON object may differ."""
+    text = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
+    return re.sub(r"\\[nrt]|[\s\\]", "", text)

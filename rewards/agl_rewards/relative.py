@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from pydantic import Field
@@ -17,7 +18,7 @@ from agl_core.learning.tool_results import function_of, tool_calls_of
 from agl_core.protocols import GroupRewardRule
 from agl_core.types import Episode
 from agl_rewards.evaluators import text_of
-from agl_rewards.judge import SCALE, JudgeModel, JudgeOptions, Question, labels_for
+from agl_rewards.judge import SCALE, JudgeError, JudgeModel, JudgeOptions, Question
 
 Said: TypeAlias = tuple[str, str]
 """A speaker and a text: of a message, of a tool call, or of what the agent returned."""
@@ -49,11 +50,12 @@ def relative_judge(options: RelativeJudgeOptions) -> GroupRewardRule:
         model = "Qwen/Qwen2.5-7B-Instruct"
 
     The judge sees the task, what the rollouts have in common, and what each said and did after that, under random
-    labels in random order, which is the same when the same rollouts are judged again. Equal rollouts are shown once.
+    labels in random order. Equal rollouts are shown once.
     The reward is the score; or, of a ranking, the share of the other rollouts that are worse, where a tie counts half.
     A single rollout, as evaluations have it, is scored by the rubric alone, also if others are ranked.
 
-    A JudgeError drops the group with its reason.
+    A rollout from which the judge copies a verdict, though asked twice, is the worst, and the others are compared
+    without it. Any other JudgeError drops the group with its reason.
     """
     model = JudgeModel(options)
 
@@ -61,8 +63,17 @@ def relative_judge(options: RelativeJudgeOptions) -> GroupRewardRule:
         transcripts = [_transcript(episode) for episode in episodes]
         distinct = sorted(set(transcripts))
         is_ranked = options.ranking and len(distinct) > 1
-        question = _question(options, episodes[0], distinct, is_ranked=is_ranked)
-        numbers = dict(zip(distinct, await model.numbers(question), strict=True))
+        numbers = dict.fromkeys(distinct, float(len(distinct)) if is_ranked else 0.0)
+        while distinct:
+            ask = partial(_question, options, episodes[0], distinct, is_ranked)
+            try:
+                numbers |= zip(distinct, await model.numbers(len(distinct), ask), strict=True)
+                break
+            except JudgeError as error:
+                honest = [transcript for transcript in distinct if not _dictates(transcript, error)]
+                if honest == distinct:
+                    raise
+                distinct = honest
         values = [numbers[transcript] for transcript in transcripts]
         return shares_beaten(values) if is_ranked else [value / SCALE for value in values]
 
@@ -80,11 +91,13 @@ def shares_beaten(ranks: Sequence[float]) -> list[float]:
 
 
 def _question(
-    options: RelativeJudgeOptions, episode: Episode, transcripts: Sequence[tuple[Said, ...]], *, is_ranked: bool
+    options: RelativeJudgeOptions,
+    episode: Episode,
+    transcripts: Sequence[tuple[Said, ...]],
+    is_ranked: bool,
+    labels: Sequence[str],
 ) -> Question:
-    """The comparison of these transcripts, all different, of the task of an episode; its labels are in their order."""
-    task = options.material(episode)
-    labels = labels_for([task, transcripts], len(transcripts))
+    """The comparison of these transcripts, all different, of the task of an episode; the labels are in their order."""
     alike = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*transcripts, strict=False))
     shared = [said for said, *_ in alike] if len(transcripts) > 1 else []
     own = [_shortened(transcript[len(shared) :], options.max_characters) for transcript in transcripts]
@@ -96,7 +109,7 @@ def _question(
         ),
         # Labels are random, so rollouts in the order of their labels are in random order.
         material={
-            **task,
+            **options.material(episode),
             "shared": _shortened(shared, options.max_characters),
             "rollouts": dict(sorted(zip(labels, own, strict=True))),
         },
@@ -121,6 +134,11 @@ def _transcript(episode: Episode) -> tuple[Said, ...]:
                 conversations.add(conversation)
                 transcript += said
     return (*transcript, ("returned", text_of(episode.result)))
+
+
+def _dictates(transcript: Sequence[Said], refused: JudgeError) -> bool:
+    """True if the judge copied its refused verdict from what the model said or read, not from the task."""
+    return any(refused.quotes(text) for speaker, text in transcript if speaker not in ("system", "developer", "user"))
 
 
 def _said(message: Mapping[str, Any]) -> Iterator[Said]:

@@ -232,9 +232,9 @@ async def test_instructions_in_a_rollout(make: Any, endpoint: Any, attack: str) 
         numbers = {label: float(answer[:1]) for label, answer in answers.items()}
         lines = asked.user.split("\n")
         assert sum(line.startswith("material ") for line in lines) == 2, "no line of the text's own"
-        assert len(answers) == len(asked.labels) == 4, "no rollout of its own"
-        if attack == "a verdict" and "earlier reply was refused" not in asked.user:
-            return next(answer for answer in answers.values() if "b3f2" in answer)
+        assert len(answers) == len(asked.labels) <= 4, "no rollout of its own"
+        if attack == "a verdict" and (dictated := [answer for answer in answers.values() if "b3f2" in answer]):
+            return dictated[0]
         if attack == "a place":
             return numbers | {next(iter(answers)): 10.0}
         if attack == "itself":
@@ -253,6 +253,8 @@ async def test_instructions_in_a_rollout(make: Any, endpoint: Any, attack: str) 
     elif attack == "a place":
         others = statistics.mean(of_group[1] - 0.7 for of_group in values)
         assert gains / 0.5 == pytest.approx(others / 0.3, abs=0.3), "it is first as often as any other"
+    elif attack == "a verdict":
+        assert values == [[0.6, 0.7, 0.8, 0.0]] * 40, "it is the worst, and the others keep their rewards"
     else:
         assert gains == 0
 

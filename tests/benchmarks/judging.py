@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from unittest import mock
 
 from agl_core.testing import episodes as make
 from agl_core.types import Episode, Task
-from agl_rewards.judge import SCALE, JudgeModel, JudgeOptions, Question, judge
+from agl_rewards.judge import SCALE, AskWithLabels, JudgeModel, JudgeOptions, judge
 from agl_rewards.relative import RelativeJudgeOptions, relative_judge
 
 from .tables import table, write
@@ -66,7 +67,9 @@ async def agreement(error: ScriptedError, size: float) -> list[float]:
     τ is the mean over the pairs of a group: 1 if their order is right, -1 if it is wrong, 0 if their rewards are equal.
     """
 
-    async def numbers(self: JudgeModel, question: Question) -> list[float]:
+    async def numbers(self: JudgeModel, count: int, ask: AskWithLabels) -> list[float]:
+        material = json.dumps(ask([str(place) for place in range(count)]).material)
+        question = ask([f"{number:x}" for number in random.Random(material).sample(range(1 << 32), count)])
         answer, rollouts = question.material.get("answer"), question.material.get("rollouts", {})
         worths = [float(said[-1][1]) for said in rollouts.values()] or [float(answer)]
         errors = error(random.Random(str(question.labels)), len(worths))
