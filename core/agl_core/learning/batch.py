@@ -31,6 +31,8 @@ from agl_core.types import (
     TrainingRecord,
     Transition,
     TransitionKey,
+    are_equal,
+    episode_return,
 )
 
 
@@ -104,6 +106,26 @@ class BatchPlan:
         if self.truncated == "drop" and any(self.cuts(transition) for transition in episode.transitions):
             return DropReason.TRUNCATED
         return None
+
+    def has_contrast(self, group: Sequence[Episode]) -> bool:
+        """True if a comparison has something to learn from: credited values of the group's trained calls differ.
+
+        Rewards of one step are not compared themselves: there the returns have to differ.
+        """
+        kept = [episode for episode in group if self.fault(episode) is None]
+        for policy, credit in self.credit.items():
+            if credit.kind is CreditKind.REWARD:
+                values = [episode_return(episode) for episode in kept]
+            else:
+                values = [
+                    value
+                    for episode, of_episode in zip(kept, credit.values(kept) if kept else (), strict=True)
+                    for transition, value in zip(episode.transitions, of_episode, strict=True)
+                    if transition.policy == policy and is_among(transition.agent, self.agents)
+                ]
+            if not are_equal(values):
+                return True
+        return False
 
     def cuts(self, transition: Transition) -> bool:
         """True if the limit cut a response of a trained agent off, and such are not kept."""

@@ -40,7 +40,7 @@ from agl_core.training.metrics import (
 from agl_core.training.plan import TrainingPlan, group_of
 from agl_core.training.recorded import HeldOutReplies
 from agl_core.training.rollouts import Collector, Drawn, Experience
-from agl_core.types import AlarmName, DropReason, Episode, Mode, Rollout, TrainingRecord
+from agl_core.types import AlarmName, DropReason, Episode, Mode, Rollout, TrainingRecord, scored_return
 
 if TYPE_CHECKING:
     from agl_core.training.session import Session
@@ -163,6 +163,7 @@ class Trainer:
             plan.group,
             per_update=per_step,
             in_flight=config.asynchronous.in_flight or per_step * (config.asynchronous.max_staleness + 1),
+            has_contrast=self._plan.has_contrast,
             refill=config.train.refill,
             begun=self.state.groups_begun,
             unfinished=self.state.groups_unfinished,
@@ -281,7 +282,7 @@ class Trainer:
         before, self._hook_failures = self._hook_failures, self.loaded.plugins.hook.failures.total()
         rewards = episode_metrics(drawn.new)
         if self.loaded.is_rewarded:
-            rewards |= contrast_metrics(drawn.groups)
+            rewards |= contrast_metrics(drawn.groups, self._plan)
         elif self.loaded.imitates:  # Nothing was scored.
             rewards = {k: v for k, v in rewards.items() if not k.startswith("reward/")}
         return {
@@ -412,7 +413,7 @@ class Evaluator:
         evaluated.metrics |= {f"{name}/{key}": value for key, value in metrics.items()}
         evaluated.episodes[name] = episodes
         for first in range(0, len(episodes), tries):
-            rewards = tuple(episode.terminal or 0.0 for episode in episodes[first : first + tries])
+            rewards = tuple(scored_return(episode) or 0.0 for episode in episodes[first : first + tries])
             evaluated.scores.append(TaskScore(split, mode, episodes[first].task.id, rewards))
         seconds = time.monotonic() - started
         evaluated.entries.append(

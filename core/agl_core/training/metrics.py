@@ -20,14 +20,14 @@ import orjson
 from agl_core import private
 from agl_core.capture.recording import jsonable
 from agl_core.errors import CheckpointError, last_frames
-from agl_core.learning.batch import staleness
+from agl_core.learning.batch import BatchPlan, staleness
 from agl_core.learning.certificate import Proof, certify
 from agl_core.learning.health import answer, health_of, is_gibberish, is_refusal, is_repetitive, response_text
 from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import KeepingTracker, Tracker
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import HEADLINE_SET, RunState, model_links
-from agl_core.types import Ending, Episode, FinishReason, Json, Mode, TrainingRecord, are_equal, episode_return
+from agl_core.types import Ending, Episode, FinishReason, Json, TrainingRecord, scored_return
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +111,10 @@ def mean(values: Iterable[float]) -> float:
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Rewards with their components, endings, lengths, turns, calls and health of one set of rollouts.
 
-    Rewards are also by part, for tasks of a mixture. An episode without a terminal reward (it was dropped) counts as 0
-    in `reward/mean`. Of a rollout that was opened from outside it is the return, for each reply may have a reward of
-    its own.
+    Rewards are also by part, for tasks of a mixture. `reward/mean` is of returns, because single calls may have rewards
+    of their own; an episode that was dropped unscored counts as 0.
     """
-    rewards = [episode_return(e) if e.mode is Mode.USE else e.terminal or 0.0 for e in episodes]
+    rewards = [scored_return(episode) or 0.0 for episode in episodes]
     transitions = [t for e in episodes for t in e.transitions]
     metrics = {
         "reward/mean": mean(rewards),
@@ -171,10 +170,10 @@ def health_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     return {key: float(count) for key, count in sorted(counts.items())} | shares
 
 
-def contrast_metrics(groups: Iterable[Sequence[Episode]]) -> dict[str, float]:
-    """The share of groups in which all rewards are equal, so that a comparison has nothing to learn from."""
-    rewards = [[e.terminal or 0.0 for e in group] for group in groups if len(group) > 1]
-    return {"groups/no_contrast": mean(map(are_equal, rewards))} if rewards else {}
+def contrast_metrics(groups: Iterable[Sequence[Episode]], plan: BatchPlan) -> dict[str, float]:
+    """The share of groups in which a comparison has nothing to learn from."""
+    compared = [group for group in groups if len(group) > 1]
+    return {"groups/no_contrast": mean(not plan.has_contrast(group) for group in compared)} if compared else {}
 
 
 def staleness_metrics(episodes: Sequence[Episode], versions: Mapping[str, int]) -> dict[str, float]:
@@ -280,11 +279,11 @@ class MetricsLog:
 
     def keep(self, step: int, episodes: Sequence[Episode]) -> None:
         """Give the best of the step's rollouts to the trackers that keep them."""
-        best = sorted(episodes, key=lambda episode: -(episode.terminal or 0.0))[:BEST]
+        best = sorted(episodes, key=lambda episode: -(scored_return(episode) or 0.0))[:BEST]
         rows = [
             {
                 "rollout": episode.rollout,
-                "reward": episode.terminal,
+                "reward": scored_return(episode),
                 "ending": episode.ending.value,
                 "task": jsonable(episode.task.input),
                 "result": jsonable(episode.result),

@@ -42,8 +42,7 @@ from agl_core.types import (
     RolloutState,
     ToolResult,
     TrainingRecord,
-    are_equal,
-    episode_return,
+    scored_return,
 )
 
 Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord, Annotation)
@@ -237,7 +236,7 @@ def warn_of_failed_rules(rollouts: Sequence[Scored]) -> None:
 
 def reward_note(episodes: Iterable[Episode]) -> str:
     """The mean reward so far, for the progress display."""
-    rewards = [episode.terminal for episode in episodes if episode.terminal is not None]
+    rewards = [reward for episode in episodes if (reward := scored_return(episode)) is not None]
     return f"reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
 
 
@@ -271,8 +270,9 @@ class Drawn:
 class Experience:
     """Keeps groups in flight and draws them for updates. `plan` makes the group at a position (0, 1, …) of training.
 
-    Up to `refill` groups of each update whose returns are all equal are replaced: a fresh group is run in the place of
-    each (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2). They are drawn beside the update's groups, dropped.
+    Up to `refill` groups of each update without contrast (`BatchPlan.has_contrast`) are replaced: a fresh group is run
+    in the place of each (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2). They are drawn beside the update's
+    groups, dropped.
 
     A resumed run passes `begun`, the number of groups that were begun, and `unfinished`, the positions of those that no
     update has had; these are begun again first.
@@ -286,12 +286,14 @@ class Experience:
         *,
         per_update: int,
         in_flight: int,
+        has_contrast: Callable[[Sequence[Episode]], bool],
         refill: int = 0,
         begun: int = 0,
         unfinished: Iterable[int] = (),
     ) -> None:
         self._collector, self._buffer, self._plan = collector, buffer, plan
-        self._per_update, self._in_flight, self._refill = per_update, in_flight, refill
+        self._per_update, self._in_flight = per_update, in_flight
+        self._has_contrast, self._refill = has_contrast, refill
         self.begun = begun
         self._again = sorted(unfinished)
         self._position: dict[str, int] = {}
@@ -359,8 +361,8 @@ class Experience:
         for name, group in done.items():
             del self._running[name]
             complete = list(islice(compared, len(group)))
-            returns = [episode_return(scored.episode) for scored in complete if scored.episode.dropped is None]
-            if len(self._replaced) < self._refill and are_equal(returns):
+            group_has_contrast = self._has_contrast([scored.episode for scored in complete])
+            if len(self._replaced) < self._refill and not group_has_contrast:
                 self._replaced[name] = [
                     replace(s, episode=replace(s.episode, dropped=s.episode.dropped or DropReason.NO_CONTRAST))
                     for s in complete

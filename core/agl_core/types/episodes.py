@@ -157,6 +157,11 @@ def episode_return(episode: Episode) -> float:
     return (episode.terminal or 0.0) + sum(_mean_reward(choices) for _, choices in by_turn)
 
 
+def scored_return(episode: Episode) -> float | None:
+    """What a run goes by when it says how good a rollout was: its return, or None if it was dropped unscored."""
+    return None if episode.terminal is None else episode_return(episode)
+
+
 def discounted_returns(episode: Episode, gamma: float) -> list[float]:
     """G_t = r_t + γ · G_{t+1} of every transition, with G_{t+1} the mean over the next call's choices.
 

@@ -13,8 +13,10 @@ from unittest.mock import ANY
 
 import pytest
 
+from agl_core.builtin.credit import identical, immediate
 from agl_core.errors import CheckpointError
 from agl_core.hooks import hookimpl
+from agl_core.learning.batch import BatchPlan, PolicyCredit
 from agl_core.learning.evaluations import TaskScore, compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_core.plugins import Plugins
 from agl_core.reading.metrics import MetricsLine, verdict_of
@@ -28,6 +30,7 @@ from agl_core.training.metrics import (
     step_line,
 )
 from agl_core.types import (
+    CreditKind,
     DropReason,
     Ending,
     Episode,
@@ -55,11 +58,34 @@ def test_rewards_are_of_all_rollouts_and_one_without_counts_as_nothing() -> None
     assert (metrics["ending/finished"], metrics["ending/crashed"]) == (2, 1)
 
 
-def test_a_group_whose_rewards_differ_by_rounding_alone_has_no_contrast() -> None:
+def earning(*rewards: float, terminal: float = 0.0) -> Episode:
+    """An episode whose calls were rewarded one by one."""
+    whole = episode("a", (0,) * len(rewards), terminal=terminal)
+    calls = tuple(
+        replace(t, rewards=(Reward("a", 0, "earned", value, "earned", t.key.call),))
+        for t, value in zip(whole.transitions, rewards, strict=True)
+    )
+    return replace(whole, transitions=calls)
+
+
+def test_the_reward_of_a_rollout_contains_what_its_calls_earned() -> None:
+    """The verdict, the best checkpoint and the end on a plateau go by it."""
+    metrics = episode_metrics([earning(0.25, 0.5), earning(0.0, 0.0, terminal=0.25)])
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.25)
+
+
+def test_a_group_whose_credited_values_differ_by_rounding_alone_has_no_contrast() -> None:
     groups = [
         [episode(terminal=reward) for reward in rewards] for rewards in ((0.3, 0.1 + 0.2), (0.3, 0.31), (0.0, 0.0))
     ]
-    assert contrast_metrics(groups) == {"groups/no_contrast": pytest.approx(2 / 3)}
+    groups += [[earning(0.0, 0.5), earning(0.5, 0.5)], [earning(0.0, 0.5), earning(0.5, 0.0)]]
+    for rule, kind, share in (
+        (identical, CreditKind.RETURN, 3 / 5),
+        (immediate, CreditKind.RETURN, 2 / 5),
+        (immediate, CreditKind.REWARD, 3 / 5),
+    ):
+        plan = BatchPlan({"default": PolicyCredit("rule", rule, kind)})
+        assert contrast_metrics(groups, plan) == {"groups/no_contrast": pytest.approx(share)}
 
 
 def test_a_rules_reward_is_its_sum_over_the_rollouts() -> None:
