@@ -4,13 +4,12 @@ python examples/rag/serve_index.py --index INDEX --host 0.0.0.0 --port 8700
 RAG_RETRIEVER=http://HOST:8700 agl train …
 
 `POST /search {"query": …, "k": …}` answers `{"passages": [{"title": …, "text": …}, …]}`; `GET /health` the number of
-passages. It needs `agl-core[server]`, or starlette and uvicorn.
+passages. It needs `agl-core[server]`.
 """
 
 from __future__ import annotations
 
 import argparse
-import socket
 from dataclasses import asdict
 
 import uvicorn
@@ -21,6 +20,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+
+from agl_core.server.listening import bind
 
 LONGEST_QUERY = 1000
 
@@ -58,8 +59,8 @@ def main() -> None:
     retriever = open_retriever(options.index)
     if not isinstance(retriever, Local):
         parser.error("--index must be a folder or a file, not another service")
-    listening = socket.create_server((options.host, options.port), backlog=1024)
-    host, port = listening.getsockname()
+    listening = bind(options.host, options.port)
+    host, port = listening.getsockname()[:2]
     print(f"{len(retriever.index)} passages at http://{host}:{port}", flush=True)
     uvicorn.Server(uvicorn.Config(service(retriever), log_level="warning")).run(sockets=[listening])
 

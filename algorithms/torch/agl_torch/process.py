@@ -27,6 +27,7 @@ from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, ResponseScores, UpdateResult
+from agl_core.server.listening import bind
 from agl_core.training.child import Host, build_algorithm
 from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
 from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
@@ -245,7 +246,7 @@ class ServedPolicies:
         self._published: set[str] = set()
         app = create_app(self._served, self._loop, api_key=context.api_key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
-        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        listener = bind("127.0.0.1", 0)
         self.urls = (f"http://127.0.0.1:{listener.getsockname()[1]}/v1",)
         self.context_length = self._policies.context_length
         self._loop.start()

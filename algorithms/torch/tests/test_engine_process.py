@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -131,6 +133,17 @@ async def test_a_reply_that_was_begun_before_an_update_is_finished_by_its_versio
     assert [reply.headers[HEADER_POLICY] for reply in replies] == [str(result.version - 1), str(result.version)]
     ids = [[choice["token_ids"] for choice in reply.json()["choices"]] for reply in (alone, *replies)]
     assert ids[0] == ids[1] != ids[2]
+
+
+@in_one_loop
+async def test_no_part_of_a_reply_waits_for_an_acknowledgement(case: EngineCase) -> None:
+    seconds, key = [], {"Authorization": f"Bearer {case.upstream.api_key}"}
+    async with httpx.AsyncClient(headers=key) as client:
+        for _ in range(15):
+            started = time.perf_counter()
+            (await client.get(f"{case.upstream.urls[0]}/models")).raise_for_status()
+            seconds.append(time.perf_counter() - started)
+    assert np.median(seconds) < 0.03, "a delayed acknowledgement takes 0.04"
 
 
 @in_one_loop
