@@ -92,7 +92,7 @@ def added(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     completion = StreamedCompletion("reply")
     for chunk in chunks:
         completion.add(chunk)
-    whole: dict[str, Any] = json.loads(completion.whole(cut=False))
+    whole: dict[str, Any] = json.loads(completion.whole())
     return whole
 
 

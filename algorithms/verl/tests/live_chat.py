@@ -273,7 +273,7 @@ async def test_a_stream_adds_up_to_the_whole_reply(served: Served, n: int) -> No
             async for line in reply.aiter_lines():
                 if line.startswith("data: {"):
                     sizes += [len(delta.token_ids) for delta in completion.add(json.loads(line[6:]))]
-    added = json.loads(completion.whole(cut=False))
+    added = json.loads(completion.whole())
     for one, other in zip(added["choices"], whole["choices"], strict=True):
         assert one["token_ids"] == other["token_ids"]
         assert one["message"]["content"] == other["message"]["content"]

@@ -304,7 +304,7 @@ def added_up(stream: httpx.Response) -> httpx.Response:
     completion = StreamedCompletion("reply")
     sizes = [len(delta.token_ids) for event in events for delta in completion.add(json.loads(event))]
     assert sum(map(bool, sizes)) > 20, "as its tokens come"
-    whole = json.loads(completion.whole(cut=False))
+    whole = json.loads(completion.whole())
     return httpx.Response(200, headers={HEADER_POLICY: str(whole["agl"]["version"])}, json=whole)
 
 

@@ -19,7 +19,7 @@ from agl_core.apis.errors import ApiError
 from agl_core.apis.messages import Messages
 from agl_core.apis.reply import Reply, StreamedCompletion, read_reply
 from agl_core.apis.responses import Responses
-from agl_core.apis.streams import LAST_EVENT, STREAM_TYPE, data_of
+from agl_core.apis.streams import LAST_EVENT, STREAM_TYPE, EventReader
 from agl_core.capture import AttemptContext, Recording, jsonable, report_problem, unpack_variables
 from agl_core.capture.requests import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_STATE, SentCall
 from agl_core.learning.rewards import AGENT_SOURCE
@@ -172,10 +172,11 @@ def _request(dialect: Dialect, body: bytes) -> tuple[Mapping[str, Json], Samplin
 def _reply(dialect: Dialect, sent: SentCall, body: bytes) -> Reply:
     """The reply, taken apart: read as a stream, of which a whole reply is the only event."""
     is_streamed = sent.reply_headers.get("content-type", "").startswith(STREAM_TYPE)
-    events = data_of(body.split(b"\n")) if is_streamed else [body]
+    reader = EventReader()
+    events = [*reader.feed(body), *reader.end()] if is_streamed else [body]
     completion = StreamedCompletion(sent.id)
     for event in events:
-        if event not in (b"", LAST_EVENT):
+        if event != LAST_EVENT:
             completion.add(dialect.chunk(parse_json(event)))
     completion.end()
-    return read_reply(completion.whole(cut=True), sent.reply_headers, sent.id, logprobs=False)
+    return read_reply(completion.whole(), sent.reply_headers, sent.id, logprobs=False)

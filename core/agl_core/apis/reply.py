@@ -6,7 +6,7 @@ One that is streamed is added up to the chat completion that would have come who
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,14 @@ class Usage:
             completion=_count(usage.get("completion_tokens"), sampled),
             cached=_count(details.get("cached_tokens") if isinstance(details, dict) else None, 0),
         )
+
+    def counted(self) -> dict[str, Json]:
+        """The numbers as a chat completion has them."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +121,7 @@ def not_a_completion(error: Exception, body: bytes) -> ApiError:
 
 def _read(raw: RawReply) -> Reply:
     body = parse_json(raw.body)
-    extras = body.get("agl") or {}
+    extras, prompt_ids = body.get("agl") or {}, _ids(body.get("prompt_token_ids"))
     extra_choices = extras.get("choices") or ()
     choices = tuple(
         _choice(place, choice, extra_choices[place] if place < len(extra_choices) else {}, raw.reply_id)
@@ -121,6 +129,12 @@ def _read(raw: RawReply) -> Reply:
     )
     if not choices:
         raise ValueError("it has no choices")
+    sampled = [0 if choice.response_ids is None else len(choice.response_ids) for choice in choices]
+    usage = Usage.read(body.get("usage"), prompt_ids, sum(sampled))
+    if all(sampled) and usage.completion > sum(sampled):
+        choices = tuple(replace(choice, lacks_ids=True) for choice in choices)
+    if body.get("usage") is None and prompt_ids is not None and all(sampled):
+        body["usage"] = usage.counted()
     version = extras.get("version")
     version = raw.policy if version is None else version
     return Reply(
@@ -140,7 +154,7 @@ def _read(raw: RawReply) -> Reply:
             ],
         },
         choices=choices,
-        prompt_ids=_ids(body.get("prompt_token_ids")),
+        prompt_ids=prompt_ids,
         version=None if version is None else int(version),
         prefix_broken=_prefix_break(extras.get("prefix_broken")),
         prefilled=int(extras.get("prefilled", 0)),
@@ -228,6 +242,13 @@ def _message(raw: Any) -> dict[str, Json]:
         raise TypeError("a message's content is no text")
     if message.get("tool_calls"):
         message["tool_calls"] = [_written(call) for call in message["tool_calls"]]
+    return _with_one_reasoning(message)
+
+
+def _with_one_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The same without `reasoning` where that is said as `reasoning_content` too: clients would show both."""
+    if message.get("reasoning_content") and message.get("reasoning"):
+        del message["reasoning"]
     return message
 
 
@@ -314,8 +335,8 @@ class StreamedCompletion:
         self.head: dict[str, Json] = {}
         """The fields beside the choices, so far."""
         self._choices: dict[int, dict[str, Any]] = {}
-        self._calls: dict[int, dict[int, dict[str, Any]]] = {}
-        """Of each choice, by the numbers that the model server gives them."""
+        self._calls: dict[int, list[_StreamedCall]] = {}
+        """Of each choice."""
         self._reply_id = reply_id
 
     def add(self, chunk: Mapping[str, Any]) -> list[Delta]:
@@ -327,26 +348,26 @@ class StreamedCompletion:
             raise not_a_completion(error, repr(chunk).encode()) from error
 
     def end(self) -> list[Delta]:
-        """Additions that no chunk made: arguments of the functions that are called without any."""
+        """Additions that no chunk made: calls that were waiting, and arguments of functions called without any."""
         deltas = []
         for index, calls in self._calls.items():
-            pieces = []
-            for place, call in enumerate(calls.values()):
-                if call["type"] == "function" and not call["function"]["arguments"]:
-                    call["function"]["arguments"] = "{}"
-                    pieces.append({"index": place, "function": {"arguments": "{}"}})
+            for call in calls:
+                if call.kind == "function" and not call.pieces:
+                    call.add("{}")
+            pieces = self._unsent(index, is_over=True)
             deltas += [Delta(index, {"tool_calls": pieces})] if pieces else []
         return deltas
 
-    def whole(self, *, cut: bool) -> bytes:
-        """The chat completion of all chunks; `cut` says that no more are read, though the response had not ended."""
+    def whole(self) -> bytes:
+        """The chat completion of all chunks. A response without a finish reason is one that was broken off."""
         choices = []
         for index, choice in sorted(self._choices.items()):
-            message = choice["message"]
+            texts = {name: "".join(pieces) for name, pieces in choice["message"].items() if name in _TEXTS}
+            message = {**choice["message"], **texts}
             if calls := self._calls.get(index):
-                message = {**message, "tool_calls": [*calls.values()]}
+                message = {**message, "tool_calls": [call.whole() for call in calls]}
             message = {"role": "assistant", "content": None if message else "", **message}
-            choices.append({**({"finish_reason": "abort"} if cut else {}), **choice, "message": message})
+            choices.append({"finish_reason": "abort", **choice, "message": message})
         return orjson.dumps({**self.head, "object": "chat.completion", "choices": choices})
 
     def _add(self, choice: Mapping[str, Any], index: int) -> Delta:
@@ -355,42 +376,108 @@ class StreamedCompletion:
         delta = {name: value for name, value in (choice.get("delta") or {}).items() if value is not None}
         if isinstance(delta.get("content"), list):
             delta |= joined_content(delta["content"])
-        pieces = delta.pop("tool_calls", ())
-        calls = [self._add_call(call, index, place) for place, call in enumerate(pieces)]
+        for piece in delta.pop("tool_calls", ()):
+            self._add_call(piece, index)
         delta.pop("role", None)
+        delta = _with_one_reasoning(delta)
         for name, value in delta.items():
             if name in _TEXTS and not isinstance(value, str):
                 raise TypeError(f"the {name} of a delta is no text")
-            if name not in _TEXTS or value:
-                whole["message"][name] = whole["message"].get(name, "") + value if name in _TEXTS else value
+            if name not in _TEXTS:
+                whole["message"][name] = value
+            elif value:
+                whole["message"].setdefault(name, []).append(value)
         logprobs, ids = (choice.get("logprobs") or {}).get("content"), choice.get("token_ids")
         if logprobs is not None:
             whole.setdefault("logprobs", {"content": []})["content"].extend(logprobs)
         if ids is not None:
             whole.setdefault("token_ids", []).extend(ids)
-        added_up = ("delta", "logprobs", "token_ids")
+        added_up = {"delta", "logprobs", "token_ids"}
+        if whole.get("finish_reason") not in (None, "", "stop"):  # Some servers say `stop` behind `tool_calls`.
+            added_up.add("finish_reason")
         whole.update({name: value for name, value in choice.items() if name not in added_up and value is not None})
         message = {"role": "assistant", "content": None, **delta} if is_first else delta
-        if any(calls):
-            message["tool_calls"] = [call for call in calls if call]
+        if calls := self._unsent(index):
+            message["tool_calls"] = calls
         return Delta(index, message, logprobs or (), ids or ())
 
-    def _add_call(self, piece: Mapping[str, Any], choice: int, place: int) -> Mapping[str, Any] | None:
-        """The client's piece of a tool call: nothing before its name is known, then all so far."""
-        calls = self._calls.setdefault(choice, {})
-        number = piece.get("index", place)
-        call = calls.setdefault(number, {"id": None, "type": piece.get("type") or "function"})
-        place, kind = [*calls].index(number), call["type"]
-        written = "input" if kind == "custom" else "arguments"
-        given, own = piece.get(kind) or {}, call.setdefault(kind, {"name": None, written: ""})
-        text = given.get(written) or ""
-        text = text if isinstance(text, str) else orjson.dumps(text).decode()
-        own[written] += text
-        if own["name"]:
-            return {"index": place, kind: {written: text}} if text else None
-        own["name"], call["id"] = given.get("name"), call["id"] or piece.get("id")
-        if not own["name"]:
-            return None
-        ids = [other["id"] for other in calls.values() if other is not call]
-        call["id"] = _distinct(call["id"] or f"call_{self._reply_id}_{choice}-{place}", ids)
-        return {"index": place, **call, kind: {**own}}
+    def _add_call(self, piece: Mapping[str, Any], choice: int) -> None:
+        """Add a piece of a tool call to the call that it goes on with, or begin a new one.
+
+        Some servers leave the index out, or send 0 for each call: a name with a new id begins a call. An id alone does
+        not, as older vLLM makes one up for each piece.
+        """
+        calls = self._calls.setdefault(choice, [])
+        own_id, number, kind = piece.get("id"), piece.get("index"), piece.get("type") or "function"
+        name = (piece.get(kind) or {}).get("name")
+        call = next((call for call in reversed(calls) if call.goes_on(own_id, number, name)), None)
+        if call is None:
+            call = _StreamedCall(kind, number)
+            calls.append(call)
+        call.own_id = call.own_id or own_id
+        if name and not call.pieces and name != call.name:
+            call.name += name
+        text = (piece.get(call.kind) or {}).get(call.written) or ""
+        call.add(text if isinstance(text, str) else orjson.dumps(text).decode())
+
+    def _unsent(self, choice: int, *, is_over: bool = False) -> list[Mapping[str, Any]]:
+        """The client's pieces of tool calls: each call in its turn, with its whole name, and then what it adds."""
+        pieces = list[Mapping[str, Any]]()
+        calls = self._calls.get(choice, [])
+        for place, call in enumerate(calls):
+            if not call.name or not (call.id or call.pieces or is_over or call is not calls[-1]):
+                break  # The rest of its name may come.
+            text = "".join(call.unsent)
+            call.unsent.clear()
+            if call.id is None:
+                ids = [other.id for other in calls if other.id is not None]
+                call.id = _distinct(call.own_id or f"call_{self._reply_id}_{choice}-{place}", ids)
+                pieces.append({"index": place, **call.whole()})
+            elif text:
+                pieces.append({"index": place, call.kind: {call.written: text}})
+        return pieces
+
+
+@dataclass(slots=True, eq=False)
+class _StreamedCall:
+    """A tool call that comes in pieces."""
+
+    kind: str
+    number: int | None
+    """The model server's index of it."""
+    own_id: str | None = None
+    """The model server's."""
+    id: str | None = None
+    """The client's, which has the call's name by then."""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """Of its arguments, or its input."""
+    unsent: list[str] = field(default_factory=list)
+    """The pieces that the client does not have."""
+
+    @property
+    def written(self) -> str:
+        """The field of its arguments."""
+        return "input" if self.kind == "custom" else "arguments"
+
+    def goes_on(self, own_id: str | None, number: int | None, name: str | None) -> bool:
+        """True if a piece with these is one of this call."""
+        if number not in (None, self.number):
+            return False
+        if own_id and self.own_id and (name or number is None):
+            return own_id == self.own_id
+        return number is not None or not name
+
+    def add(self, text: str) -> None:
+        """Add to its arguments."""
+        if text:
+            self.pieces.append(text)
+            self.unsent.append(text)
+
+    def whole(self) -> dict[str, Any]:
+        """As a message has it."""
+        return {
+            "id": self.id,
+            "type": self.kind,
+            self.kind: {"name": self.name or None, self.written: "".join(self.pieces)},
+        }

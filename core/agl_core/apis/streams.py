@@ -6,6 +6,7 @@ chunk ─▶ StreamedCompletion ─▶ deltas ─▶ Renderer ─▶ events of t
 
 from __future__ import annotations
 
+import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,9 +32,33 @@ _CHUNK_FIELDS = ("created", "system_fingerprint", "service_tier")
 Event: TypeAlias = Mapping[str, Json]
 
 
-def data_of(lines: Iterable[bytes]) -> list[bytes]:
-    """The data in lines of an event stream; no model server has the JSON of an event on several lines."""
-    return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+class EventReader:
+    """Takes an event stream apart: the data of each event, whose lines may be several."""
+
+    def __init__(self) -> None:
+        self._rest = list[bytes]()
+        """Pieces of a line that has not ended."""
+        self._data = list[bytes]()
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """The data of the events that end with this part of the stream."""
+        self._rest.append(part)
+        if b"\n" not in part:
+            return []
+        *lines, rest = b"".join(self._rest).split(b"\n")
+        self._rest, events = [rest], list[bytes]()
+        for line in lines:
+            line = line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].strip())
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+        return [event for event in events if event]
+
+    def end(self) -> list[bytes]:
+        """The data of an event that nothing but the end of the stream ends; one that is cut is none."""
+        return [event for event in self.feed(b"\n\n") if event.endswith((b"}", LAST_EVENT))]
 
 
 class Renderer(ABC):
@@ -228,20 +253,32 @@ class Block:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
     """Of a content's tokens, if the client is to see them."""
-    is_open: bool = True
+    sent: tuple[int, int] | None = None
+    """How many pieces and log-probabilities are in events; None before it begins."""
 
     @property
     def text(self) -> str:
         """Text of a tool call are its arguments or its input."""
         return "".join(self.pieces)
 
+    @property
+    def can_grow(self) -> bool:
+        """True if it is a tool call that may still get arguments."""
+        may_be_whole = self.pieces and self.pieces[-1].rstrip().endswith("}")
+        return self.kind == "tool_call" and not (may_be_whole and isinstance(parse_if_json(self.text), dict))
+
 
 class BlockRenderer(Renderer):
-    """For APIs whose replies are lists of blocks, of which one begins after the other."""
+    """For APIs whose replies are lists of blocks, of which one begins where the one before has ended.
+
+    Model servers may mix the pieces of several tool calls: what is behind a call that can grow waits for its end.
+    """
 
     def __init__(self, *, logprobs: bool = False) -> None:
         self.blocks: list[Block] = []
         self._logprobs = logprobs
+        self._current = 0
+        """The block that is open, or begins next."""
         self._pending: list[Mapping[str, Any]] = []
         """Log-probabilities of tokens without text so far."""
 
@@ -281,28 +318,32 @@ class BlockRenderer(Renderer):
             calls = [block for block in self.blocks if block.kind == kind]
             block = calls[call["index"]] if call["index"] < len(calls) else None
         if block is None:
-            yield from self.close(complete=True)
             block = Block(kind, call or {})
             self.blocks.append(block)
-            yield from self.opened(len(self.blocks) - 1, block)
-        logprobs: list[Mapping[str, Any]] = []
         if kind == "content":
-            logprobs, self._pending = self._pending, []
-        block.pieces.append(text)
-        block.logprobs += logprobs
-        if text or logprobs:
-            yield from self.extended(self.blocks.index(block), block, text, logprobs)
+            block.logprobs += self._pending
+            self._pending = []
+        if text:
+            block.pieces.append(text)
+        yield from self._write()
 
     def end(self) -> Iterator[Event]:
         """The events that end all blocks."""
         if self._pending and self.blocks and self.blocks[-1].kind == "content":
             yield from self.add("content", "")
-        yield from self.close(complete=False)
+        yield from self._write(is_over=True)
 
-    def close(self, *, complete: bool) -> Iterator[Event]:
-        """The events that end open blocks, or only those that are `complete`: a tool call may still get arguments."""
-        for index, block in enumerate(self.blocks):
-            can_grow = block.kind == "tool_call" and not isinstance(parse_if_json(block.text), dict)
-            if block.is_open and not (complete and can_grow):
-                block.is_open = False
-                yield from self.closed(index, block)
+    def _write(self, *, is_over: bool = False) -> Iterator[Event]:
+        """The events of what blocks have in addition, up to the one that may go on."""
+        for index, block in enumerate(self.blocks[self._current :], self._current):
+            if block.sent is None:
+                block.sent = 0, 0
+                yield from self.opened(index, Block(block.kind, block.call))
+            pieces, logprobs = block.sent
+            block.sent = len(block.pieces), len(block.logprobs)
+            if block.sent != (pieces, logprobs):
+                yield from self.extended(index, block, "".join(block.pieces[pieces:]), block.logprobs[logprobs:])
+            if not is_over and (block is self.blocks[-1] or block.can_grow):
+                return
+            self._current += 1
+            yield from self.closed(index, block)

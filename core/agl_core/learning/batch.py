@@ -228,6 +228,8 @@ def left_out(transition: Transition, agents: Sequence[str], *, without_logprobs:
         return DropReason.UNTRAINED_AGENT
     if transition.prompt_ids is None or transition.response_ids is None:
         return DropReason.NO_TOKEN_IDS
+    if transition.lacks_ids:
+        return DropReason.INCOMPLETE_IDS
     if len(transition.response_ids) == 0:
         return DropReason.EMPTY_RESPONSE
     if transition.logprobs is None and without_logprobs:

@@ -128,6 +128,7 @@ def _transition(
         logprobs=choice.logprobs,
         mask=_mask(choice),
         parse_error=choice.parse_error,
+        lacks_ids=choice.lacks_ids,
         prefix_broken=call.prefix_broken,
         tool_results=tool_results,
         parent_span=call.parent_span,

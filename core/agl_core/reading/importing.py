@@ -262,6 +262,7 @@ def _call(choices: Sequence[Transition], now: float) -> Call:
                 logprobs=t.logprobs,
                 mask=t.mask,
                 parse_error=t.parse_error,
+                lacks_ids=t.lacks_ids,
             )
             for t in choices
         ),

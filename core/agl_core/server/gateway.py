@@ -360,8 +360,7 @@ class LiveReply:
                     self.was_left = True
                     break
         await self._pass_on(completion.end(), completion, headers)
-        whole = completion.whole(cut=self.was_left)
-        return read_reply(whole, answer.headers, call.id, logprobs=call.request.logprobs)
+        return read_reply(completion.whole(), answer.headers, call.id, logprobs=call.request.logprobs)
 
     async def _pass_on(
         self, deltas: Sequence[Delta], completion: StreamedCompletion, headers: Mapping[str, str]

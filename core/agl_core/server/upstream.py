@@ -19,7 +19,7 @@ import orjson
 
 from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream, read_error
 from agl_core.apis.reply import not_a_completion
-from agl_core.apis.streams import LAST_EVENT, data_of
+from agl_core.apis.streams import LAST_EVENT, EventReader
 from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
 from agl_core.config.models import PromptSection, SamplingSection
 from agl_core.protocols import Upstream
@@ -121,17 +121,22 @@ class UpstreamClient:
         return {url for url, server in self._servers.items() if server.away_since <= recently}
 
     async def _chunks(self, url: str, parts: AsyncGenerator[bytes, None]) -> Chunks:
-        rest, ended = b"", False
+        reader, reasons, is_over = EventReader(), dict[int, object](), False
+
+        def read(events: Sequence[bytes]) -> list[Mapping[str, Any]]:
+            nonlocal is_over
+            is_over |= LAST_EVENT in events
+            return [_chunk(event, url, reasons) for event in events if event != LAST_EVENT]
+
         with self._asking(url):
             async with aclosing(parts):
                 async for part in parts:
-                    *lines, rest = (rest + part).split(b"\n")
-                    events = data_of(lines)
-                    ended |= LAST_EVENT in events
-                    if chunks := [_chunk(event, url) for event in events if event not in (b"", LAST_EVENT)]:
+                    if chunks := read(reader.feed(part)):
                         yield chunks
-            if not ended:
-                raise ConnectionError(f"its stream ended without {LAST_EVENT.decode()}")
+            if chunks := read(reader.end()):
+                yield chunks
+            if not is_over and not (reasons and all(reasons.values())):
+                raise ConnectionError(f"its stream ended without a finish reason or {LAST_EVENT.decode()}")
 
     @contextmanager
     def _asking(self, url: str) -> Iterator[Endpoint]:
@@ -153,12 +158,18 @@ class UpstreamClient:
             server.under_way -= 1
 
 
-def _chunk(event: bytes, url: str) -> Mapping[str, Any]:
-    """The chunk of a server-sent event; ApiError if it is none, or tells of an error."""
+def _chunk(event: bytes, url: str, reasons: dict[int, object]) -> Mapping[str, Any]:
+    """The chunk of a server-sent event; ApiError if it is none, or tells of an error.
+
+    It adds to the finish `reasons` of the choices, which are None before their end.
+    """
     try:
         chunk = parse_json(event)
         failed = chunk.get("error")
-    except (orjson.JSONDecodeError, AttributeError) as error:
+        for choice in chunk.get("choices") or ():
+            index = choice.get("index", 0)
+            reasons[index] = choice.get("finish_reason") or reasons.get(index)
+    except (orjson.JSONDecodeError, AttributeError, TypeError) as error:
         raise not_a_completion(error, event) from error
     if failed:
         status = failed.get("code") if isinstance(failed, dict) else None

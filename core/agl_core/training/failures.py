@@ -42,6 +42,7 @@ REMEDIES: Mapping[Ending | DropReason, str] = {
     "recorded texts, set without_logprobs = true in [tasks.train].",
     DropReason.NO_LOGPROBS: "Serve the policy with agl's own engine, or with one that returns log-probabilities; to "
     "train on recorded replies without them, set without_logprobs = true in [tasks.train].",
+    DropReason.INCOMPLETE_IDS: "Upgrade the model server, or serve the policy with agl's own engine.",
     DropReason.UNTRAINED_AGENT: "Name agents in train.agents that make calls.",
     DropReason.ABORTED: "See the model server's log: it breaks off what it is asked.",
     DropReason.UNDELIVERED: "Let the agent wait for its replies, or give its client a longer timeout.",

@@ -65,6 +65,8 @@ class Transition:
     mask: TokenMask | None = None
     """[T] bool: which response tokens the policy sampled; None: all."""
     parse_error: str | None = None
+    lacks_ids: bool = False
+    """True if `response_ids` are fewer than the model server counted."""
     prefix_broken: PrefixBreak | None = None
     tool_results: tuple[ToolResult, ...] = ()
     """The tool results of this response's tool calls, in their order."""

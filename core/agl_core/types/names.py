@@ -117,6 +117,8 @@ class DropReason(StrEnum):
     """Why a transition or an episode was not trained on. Each is counted and shown."""
 
     NO_TOKEN_IDS = "no_token_ids"
+    INCOMPLETE_IDS = "incomplete_ids"
+    """The model server returned fewer token ids than it counted."""
     NO_LOGPROBS = "no_logprobs"
     EMPTY_RESPONSE = "empty_response"
     NON_FINITE = "non_finite"

@@ -149,6 +149,8 @@ class Choice:
     """[T] bool, True where the policy sampled the token, False where it was forced; None: all sampled."""
     parse_error: str | None = None
     """The error of the tool calls in this response, if they did not parse."""
+    lacks_ids: bool = False
+    """True if the upstream counted more tokens than it returned ids."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anthropic
@@ -282,16 +282,69 @@ UNUSUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         [chunk(**tool(1, "{", name="add")), chunk(**tool(1, "}", name="add")), chunk(**tool(2, "{}", name="add"))],
         {"content": "", "reasoning": "", "calls": [{}, {}]},
     ),
+    "calls without an index": (
+        [
+            chunk(tool_calls=[{"id": f"c{place}", "function": {"name": name, "arguments": "{}"}}])
+            for place, name in enumerate(("add", "find", "add"))
+        ],
+        {"content": "", "reasoning": "", "calls": [{}, {}, {}]},
+    ),
+    "calls without an index or ids": (
+        [
+            chunk(tool_calls=[{"function": {"name": "add", "arguments": '{"a"'}}]),
+            chunk(tool_calls=[{"function": {"arguments": ": 1}"}}]),
+            chunk(tool_calls=[{"function": {"name": "add", "arguments": {"b": 2}}}]),
+        ],
+        {"content": "", "reasoning": "", "calls": [{"a": 1}, {"b": 2}]},
+    ),
+    "calls that all have the index 0": (
+        [
+            chunk(**tool(0, '{"a"', id="c0", name="add")),
+            chunk(**tool(0, ": 1}", id="made-up")),
+            chunk(**tool(0, '{"b": 2}', id="c1", name="add")),
+        ],
+        {"content": "", "reasoning": "", "calls": [{"a": 1}, {"b": 2}]},
+    ),
+    "calls that are mixed with each other and with text": (
+        [
+            chunk(**tool(0, "", id="c0", name="add")),
+            chunk(**tool(1, '{"b"', id="c1", name="add")),
+            chunk(content="one"),
+            chunk(**tool(0, '{"a": 1}')),
+            chunk(**tool(1, ": 2}")),
+        ],
+        {"content": "one", "reasoning": "", "calls": [{"a": 1}, {"b": 2}]},
+    ),
+    "a name in two pieces": (
+        [chunk(**tool(0, "", id="c0", name="a")), chunk(**tool(0, "", name="dd")), chunk(**tool(0, "{}"))],
+        {"content": "", "reasoning": "", "calls": [{}]},
+    ),
+    "reasoning under both of its names": (
+        [chunk(reasoning_content="hm ", reasoning="hm "), chunk(reasoning="hm", reasoning_content="hm")],
+        {"content": "", "reasoning": "hm hm", "calls": []},
+    ),
     "nothing": ([chunk(role="assistant"), chunk(content=None)], {"content": "", "reasoning": "", "calls": []}),
+}
+WRITTEN: dict[str, Callable[[str], str]] = {
+    "as usual": lambda events: events,
+    "with a byte order mark": lambda events: f"\ufeff{events}",
+    "each event on several lines": lambda events: events.replace('"choices": ', '"choices":\r\ndata: '),
+    "without an end": lambda events: events.removesuffix("\n\ndata: [DONE]\n\n"),
 }
 
 
-@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize(
+    ("name", "written"), [*((name, "as usual") for name in UNUSUAL), *(("texts and calls in turn", w) for w in WRITTEN)]
+)
 async def test_unusual_streams_reach_every_client_and_come_back_as_one_message(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    monkeypatch: pytest.MonkeyPatch, name: str, written: str
 ) -> None:
     chunks, expected = UNUSUAL[name]
-    events = "".join(f"data: {json.dumps(event)}\n\n" for event in chunks) + "data: [DONE]\n\n"
+    ids = {"prompt_token_ids": [1, 2]}
+    reasons = ["tool_calls", "stop"] if expected["calls"] else ["stop"]
+    ends = [{"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]} for reason in reasons]
+    events = "".join(f"data: {json.dumps(event)}\n\n" for event in (chunks[0] | ids, *chunks[1:], *ends))
+    events = WRITTEN[written](events + "data: [DONE]\n\n")
     async with running_stack() as stack:
         encode = stack.upstream.encode
         monkeypatch.setattr(
@@ -304,6 +357,12 @@ async def test_unusual_streams_reach_every_client_and_come_back_as_one_message(
             state.handle_chunk(one)
         message = state.get_final_completion().choices[0].message
         calls: Any = message.tool_calls or ()
+        assert state.get_final_completion().choices[0].finish_reason == reasons[0]
+        assert {call.function.name for call in calls} <= {"add", "find"}
+        assert (
+            "".join((message.model_extra or {}).get(n) or "" for n in ("reasoning_content", "reasoning"))
+            == expected["reasoning"]
+        )
         assert (message.content or "") == expected["content"]
         assert [json.loads(call.function.arguments) for call in calls] == expected["calls"]
         assert len({call.id for call in calls} - {None, ""}) == len(expected["calls"])
@@ -314,13 +373,18 @@ async def test_unusual_streams_reach_every_client_and_come_back_as_one_message(
         items = [item for item in response.output if item.type == "function_call"]
         assert [json.loads(item.arguments) for item in items] == expected["calls"]
         async with client_of(stack, key) as other, other.messages.stream(**GOOD, max_tokens=9) as messages:
+            blocks = [
+                e.index for e in [e async for e in messages] if e.type in ("content_block_start", "content_block_stop")
+            ]
             final = await messages.get_final_message()
+        assert blocks == [index for index in range(len(final.content)) for _ in range(2)]
         assert "".join(block.text for block in final.content if block.type == "text") == expected["content"]
         thoughts = [block.thinking for block in final.content if block.type == "thinking"]
         assert "".join(thoughts) == expected["reasoning"]
         assert [block.input for block in final.content if block.type == "tool_use"] == expected["calls"]
 
         own = [call.choices[0].message for call in await stack.calls(key)]
+        assert [call.prompt_ids.tolist() for call in await stack.calls(key)] == [[1, 2]] * 3
         assert [message.get("content") or "" for message in own] == [expected["content"]] * 3
         results = [{"type": "function_call_output", "call_id": item.call_id, "output": "1"} for item in items]
         await client.responses.create(model="m", input=[{"role": "user", "content": "x"}, *response.output, *results])
@@ -351,8 +415,7 @@ def test_chunks_add_up_to_what_openais_client_makes_of_them(data: st.DataObject)
         state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
     assert completion.end() == []
     ours, whole = (
-        read_reply(raw, {}, "x", logprobs=True).choices[0]
-        for raw in (completion.whole(cut=False), json.dumps(body).encode())
+        read_reply(raw, {}, "x", logprobs=True).choices[0] for raw in (completion.whole(), json.dumps(body).encode())
     )
     theirs = state.get_final_completion().choices[0]
     assert ours.message.get("content") == (theirs.message.content or (None if message["tool_calls"] else ""))

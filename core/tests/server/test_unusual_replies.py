@@ -26,7 +26,7 @@ Ask = Callable[[Stack, AttemptKey], Awaitable[tuple[str, str, list[Any]]]]
 """One call by an API's own client: the text, the reasoning and the tools' arguments that it gets."""
 
 
-def reply(message: Mapping[str, Any], finish_reason: Any = "stop") -> Raw:
+def reply(message: Mapping[str, Any], finish_reason: Any = "stop", **more: Any) -> Raw:
     choice: dict[str, Any] = {
         "message": message,
         "finish_reason": finish_reason,
@@ -35,7 +35,7 @@ def reply(message: Mapping[str, Any], finish_reason: Any = "stop") -> Raw:
     }
     if finish_reason is ABSENT:
         del choice["finish_reason"]
-    body = {"object": "chat.completion", "created": 1, "choices": [choice], "prompt_token_ids": [1, 2]}
+    body = {"object": "chat.completion", "created": 1, "choices": [choice], "prompt_token_ids": [1, 2], **more}
     return Raw(json.dumps(body).encode())
 
 
@@ -193,12 +193,40 @@ async def test_a_message_reaches_every_client(
 async def test_whatever_a_response_ended_by(
     stack: Stack, ask: Ask, word: Any, reason: FinishReason, dropped: DropReason | None
 ) -> None:
-    """It reaches the agent; what the model server broke off is not trained on: the policy did not end it."""
+    """It reaches the agent; what the model server broke off is not trained on: the policy did not end it.
+
+    A stream without a word for its end is one.
+    """
+    if word in (None, ABSENT) and ask.__name__.endswith("_stream"):
+        reason, dropped = FinishReason.ABORTED, DropReason.ABORTED
     key = await stack.lease()
     stack.upstream.script(reply({"content": "Hello"}, word))
     assert (await ask(stack, key))[0] == "Hello"
     call = await recorded(stack, key)
     assert call.choices[0].finish_reason is reason
+    (transition,) = (await closed(stack, key)).transitions
+    assert left_out(transition, ["*"]) is dropped
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("usage", "tokens", "dropped"),
+    [
+        (None, 3, None),
+        ({"prompt_tokens": 2, "completion_tokens": 3}, 3, None),
+        ({"prompt_tokens": 2, "completion_tokens": 4}, 4, DropReason.INCOMPLETE_IDS),
+    ],
+)
+async def test_usage_and_ids_are_compared(
+    stack: Stack, usage: Any, tokens: int, dropped: DropReason | None, stream: bool
+) -> None:
+    key = await stack.lease()
+    stack.upstream.script(reply({"content": "Hello"}, usage=usage))
+    more: Any = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer: Any = await stack.client(key).chat.completions.create(model="m", messages=HELLO, **more)
+    shown = [chunk async for chunk in answer][-1].usage if stream else answer.usage
+    assert (shown.prompt_tokens, shown.completion_tokens) == (2, tokens)
+    await recorded(stack, key)
     (transition,) = (await closed(stack, key)).transitions
     assert left_out(transition, ["*"]) is dropped
 
