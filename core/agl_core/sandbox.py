@@ -69,7 +69,10 @@ async def run_sandboxed(
     messages = [json.dumps(request).encode(), pickle.dumps(arguments)]
     data = b"".join(len(message).to_bytes(8, "big") + message for message in messages)
     loop, reply = asyncio.get_running_loop(), bytearray()
-    with await asyncio.to_thread(_connected) as ours:  # Once it is closed, the evaluation is ended.
+    ours, template = await asyncio.to_thread(_connected)
+    keeping = asyncio.create_task(_keep_running(template))
+    with ours, contextlib.ExitStack() as stack:  # Once it is closed, the evaluation is ended.
+        stack.callback(keeping.cancel)
         ours.setblocking(False)
         with contextlib.suppress(ConnectionError):
             await loop.sock_sendall(ours, data)
@@ -148,7 +151,14 @@ def _named(function: Callable[..., Any]) -> tuple[str, str | None, str]:
     return function.__module__, getattr(sys.modules[function.__module__], "__file__", None), function.__qualname__
 
 
-def _connected() -> socket.socket:
+async def _keep_running(template: subprocess.Popen[bytes]) -> None:
+    """Let it go on whenever an agent's tool stopped it."""
+    while True:
+        template.send_signal(signal.SIGCONT)
+        await asyncio.sleep(1)
+
+
+def _connected() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """A connection to the template process, which is started if there is none."""
     ours, theirs = socket.socketpair()
     with theirs, _STARTING:
@@ -160,7 +170,7 @@ def _connected() -> socket.socket:
             except ConnectionError:  # It was killed.
                 process.wait()
                 _template.cache_clear()
-    return ours
+    return ours, process
 
 
 @cache

@@ -20,7 +20,7 @@ from agl_core.config.resolve import Problems
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.types import Ending
-from agl_core.wire import take_keys
+from agl_core.wire import take_key, take_keys
 from agl_core.worker.agent import agent_environment, client_variables
 from agl_core.worker.client import LightningClient, ServerAddress, find_server, is_over
 from agl_core.worker.worker import Worker, choose_runner, on_signals
@@ -78,6 +78,8 @@ def work(
     """
     keys = take_keys()
     config, run_dir = _configured(target, server, entry, command, set_)
+    for name in config.secret_variables(os.environ):
+        take_key(name)
     known = None if target is None else config
     find = partial(find_server, known, run_dir, server, keys)
     console = Screen(stderr=True)

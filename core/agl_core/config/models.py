@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -270,6 +270,18 @@ class RewardSection(OpenSection):
     )
 
 
+def _named_variables(settings: Any) -> Iterator[str]:
+    """The values of all settings whose name ends in `_env`."""
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            if str(name).endswith("_env") and isinstance(value, str):
+                yield value
+            yield from _named_variables(value)
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _named_variables(value)
+
+
 class RunConfig(Section):
     """A whole run. Tables that are not among these belong to plugins (`agl_core.kinds.SECTION`)."""
 
@@ -332,6 +344,11 @@ class RunConfig(Section):
     def plugin_files(self) -> tuple[Path, ...]:
         """`plugins` as absolute paths: relative ones start at `folder`."""
         return tuple((self.folder / file.expanduser()).resolve() for file in self.plugins)
+
+    def secret_variables(self, environment: Iterable[str]) -> set[str]:
+        """The variables that an agent may not have: those that a setting `*_env` names, and trackers' (`WANDB_*`)."""
+        trackers = tuple(f"{name.upper()}_" for name, options in self.trackers.items() if options is not False)
+        return {*_named_variables(self.model_dump()), *(name for name in environment if name.startswith(trackers))}
 
     def as_file(self) -> dict[str, Any]:
         """The tables as a file has them; there are no tasks and policies where it names none."""

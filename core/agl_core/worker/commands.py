@@ -8,7 +8,7 @@ import shutil
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -52,6 +52,7 @@ class CommandPerAttempt(ForkedProcesses):
         *,
         plugins: Sequence[Path] | None = (),
         memory: int | None = None,
+        secrets: Collection[str] = (),
     ) -> None:
         program, *arguments = command
         # A name with a slash is a path from the folder.
@@ -65,7 +66,7 @@ class CommandPerAttempt(ForkedProcesses):
         self._command = [program, *(_from(folder, argument) for argument in arguments)]
         self._modules = str(folder) if {"-m", "-c"} & set(arguments) else None
         self._plugins = plugins
-        super().__init__(ProcessSetup(str(folder), memory=memory), {})
+        super().__init__(ProcessSetup(str(folder), memory=memory), {}, secrets)
 
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
         with attempt_folder() as folder:

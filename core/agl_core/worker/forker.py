@@ -3,11 +3,11 @@
     worker ──socket──▶ forker (single-threaded, the agent imported) ──fork──▶ one process per attempt
 
 It is a program of its own: a worker has threads, and a forked process with threads may hang. Messages are lines of
-JSON. The worker gets `{"ready": …}` or `{"failed": reason}` once. Then each byte that it sends asks for a process, and
-brings file descriptors: a leash, and those that the process gets. The process is ended when the worker shuts its side
-of the leash down. Over the leash comes `{"exited": status}` with the status from waitpid once nothing of the process is
-left, or `{"failed": reason}` if there could be none. When the worker is gone, everything that was started for it is
-ended.
+JSON. The worker gets `{"ready": …}` or `{"failed": reason}` once. Then a byte that it sends alone is a ping, which is
+answered. One with file descriptors, a leash and those that the process gets, asks for a process. That is ended when the
+worker shuts its side of the leash down. Over the leash comes `{"exited": status}` with the status from waitpid once
+nothing of the process is left, or `{"failed": reason}` if there could be none. When the worker is gone, everything that
+was started for it is ended.
 
 On Linux nothing escapes: each process adopts its orphaned descendants, also those in sessions of their own, and the
 forker adopts what such a process leaves behind. Elsewhere the process group is ended.
@@ -124,13 +124,15 @@ class _Forker:
                 os.waitpid(pid, 0)
 
     def _receive(self) -> bool:
-        """Start a process; False if the worker is gone."""
+        """Start a process, or answer a ping; False if the worker is gone."""
         try:
-            _, files, _, _ = socket.recv_fds(self._control, 1, _MAX_FILES)
+            asked, files, _, _ = socket.recv_fds(self._control, 1, _MAX_FILES)
+            if asked and not files:
+                self._control.sendall(asked)
         except ConnectionError:
             return False
         if not files:
-            return False
+            return bool(asked)
         for file in files:
             os.set_inheritable(file, False)
         leash, own = socket.socket(fileno=files[0]), files[1:]

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +37,9 @@ _MAX_MESSAGE = 2**26
 """Bytes of one message of an agent's process."""
 _START_TIMEOUT = 300.0
 """Seconds that importing the agent may take."""
+_PING_EVERY = 2.0
+_ANSWER_TIMEOUT = 30.0
+"""Seconds for the forker to answer a ping, and to end with all that it started."""
 _ENDED = TypeAdapter(Ended)
 
 
@@ -82,12 +85,17 @@ class Process:
 
 
 class ForkedProcesses:
-    """Starts processes through a forker, of which it keeps one. Nothing of them is ever abandoned."""
+    """Starts processes through a forker, of which it keeps one. Nothing of them is ever abandoned.
+
+    `secrets` are the variables that no process of an agent may have, beside the keys of workers and operators.
+    """
 
     default_concurrency = 32
 
-    def __init__(self, setup: ProcessSetup, variables: Mapping[str, str]) -> None:
+    def __init__(self, setup: ProcessSetup, variables: Mapping[str, str], secrets: Collection[str] = ()) -> None:
         self._setup, self._variables = setup, dict(variables)
+        self._secrets = {WORKER_KEY, OPERATOR_KEY, *secrets}
+        self._watching: asyncio.Task[None] | None = None
         self._control: socket.socket | None = None
         self._forker: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()
@@ -104,9 +112,12 @@ class ForkedProcesses:
                 except BaseException:
                     await self._stop_forker()
                     raise
+                self._watching = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
         """End the forker and with it every process."""
+        if self._watching is not None:
+            self._watching.cancel()
         async with self._starting:
             await self._stop_forker()
 
@@ -140,8 +151,7 @@ class ForkedProcesses:
                     exited.exception()
 
     async def _start_forker(self) -> None:
-        # Agents may know no key of workers and operators, which would let one act for others.
-        environment = {name: value for name, value in os.environ.items() if name not in (WORKER_KEY, OPERATOR_KEY)}
+        environment = {name: value for name, value in os.environ.items() if name not in self._secrets}
         program, setup = ("-P", "-m", "agl_core.worker.forker"), json.dumps(asdict(self._setup))
         control, self._forker = launch(*program, setup, env={**environment, **self._variables})
         control.setblocking(False)
@@ -169,7 +179,31 @@ class ForkedProcesses:
         if control is not None:
             control.close()
         if forker is not None:
-            await asyncio.to_thread(forker.wait)
+            forker.send_signal(signal.SIGCONT)
+            try:
+                await asyncio.to_thread(forker.wait, _ANSWER_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                forker.kill()
+                await asyncio.to_thread(forker.wait)
+
+    async def _watch(self) -> None:
+        """Let a forker go on that an agent's tool stopped, and end one that does not answer all the same."""
+        loop, control, forker = asyncio.get_running_loop(), self._control, self._forker
+        assert control is not None
+        assert forker is not None
+        try:
+            while True:
+                forker.send_signal(signal.SIGCONT)
+                async with asyncio.timeout(_ANSWER_TIMEOUT):
+                    await loop.sock_sendall(control, b"?")
+                    if not await loop.sock_recv(control, 1):
+                        return
+                await asyncio.sleep(_PING_EVERY)
+        except TimeoutError:
+            logger.warning("The process that starts agents does not answer: it is ended, and another one is started.")
+            forker.kill()
+        except OSError:
+            logger.debug("The process that starts agents is gone, or it was ended here.")
 
 
 async def _status(leash: socket.socket) -> int:
@@ -197,9 +231,10 @@ class ProcessPerAttempt(ForkedProcesses):
         base_url: str,
         plugins: Sequence[Path] | None = (),
         memory: int | None = None,
+        secrets: Collection[str] = (),
     ) -> None:
         files = None if plugins is None else [str(path) for path in plugins]
-        super().__init__(ProcessSetup(str(folder), entry, files, memory), client_variables(base_url))
+        super().__init__(ProcessSetup(str(folder), entry, files, memory), client_variables(base_url), secrets)
 
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
         ended: Ended | None = None

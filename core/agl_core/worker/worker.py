@@ -89,16 +89,17 @@ def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
     assert agent is not None
     files = config.plugin_files if agent.attach else None
     memory = None if workers.memory_mib is None else workers.memory_mib * 2**20
+    secrets = config.secret_variables(os.environ)
     if agent.command is not None:
         command = shlex.split(agent.command) if isinstance(agent.command, str) else list(agent.command)
-        return CommandPerAttempt(command, folder, plugins=files, memory=memory)
+        return CommandPerAttempt(command, folder, plugins=files, memory=memory, secrets=secrets)
     assert agent.entry is not None
     if agent.attach:
         attach(installed_adapters(plugins))
     imported = load_agent(agent.entry, folder)
     if imported.is_async and workers.isolation == "auto" and memory is None:
         return TaskPerAttempt(imported)
-    return ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=files, memory=memory)
+    return ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=files, memory=memory, secrets=secrets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,6 +24,7 @@ CLIENT = httpx.Client(
 """Made at import, before any attempt."""
 
 STATE: list[int] = []
+CLIENT_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
 
 def ask() -> None:
@@ -52,7 +53,7 @@ def tell() -> Any:
         "random": [random.random(), float(numpy.random.random())],
         "folder": os.getcwd(),
         "files": os.listdir(),
-        "keys": [name for name in os.environ if name.startswith("AGL_") and name.endswith("_KEY")],
+        "keys": [name for name in os.environ if name.endswith("_KEY") and name not in CLIENT_KEYS],
     }
 
 
@@ -108,6 +109,14 @@ def end_when_told(file: str, lingers: bool) -> str:
     while flag.read_text() != "end":
         time.sleep(0.01)
     return "late"
+
+
+def stop_forker(again: bool) -> str:
+    """A tool of the first attempt stops what starts processes, once or again and again."""
+    if os.environ["AGL_ATTEMPT"] == "0":
+        stop = f"os.kill({os.getppid()}, signal.SIGSTOP)"
+        subprocess.run([sys.executable, "-c", f"import os, signal\n{stop}\nwhile {again}: {stop}"], check=True)
+    return "done"
 
 
 def start_family(file: str, then: str) -> str:

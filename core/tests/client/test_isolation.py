@@ -80,9 +80,10 @@ async def test_each_attempt_has_a_process_an_empty_folder_a_state_and_randomness
     workplace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attempt's key is the only one that it has."""
-    monkeypatch.setenv(WORKER_KEY, "a worker's")
-    monkeypatch.setenv(OPERATOR_KEY, "an operator's")
-    ended = await run(workplace, [{"does": "tell"}] * 4)
+    keys = (WORKER_KEY, OPERATOR_KEY, "JUDGE_API_KEY")
+    for name in keys:
+        monkeypatch.setenv(name, "not for agents")
+    ended = await run(workplace, [{"does": "tell"}] * 4, processes(workplace, secrets=keys))
     results = [attempt.result for _, attempt in ended]
     assert {rollout.ending for rollout, _ in ended} == {Ending.FINISHED}
     assert len({result["pid"] for result in results} | {os.getpid()}) == 5
@@ -190,6 +191,18 @@ async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again
     attempts = await workplace.stack.store.attempts("w0")
     assert [attempt.ending for attempt in attempts] == [Ending.LOST, Ending.FINISHED]
     assert ended[1][0].ending is Ending.FINISHED
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_tool_that_stops_what_starts_processes_holds_nothing_up(
+    workplace: Any, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    monkeypatch.setattr("agl_core.worker.processes._PING_EVERY", 0.1)
+    monkeypatch.setattr("agl_core.worker.processes._ANSWER_TIMEOUT", 1.0 if again else 60.0)
+    ended = await run(workplace, [{"does": "stop_forker", "again": again}, {"does": "tell"}])
+    assert [rollout.ending for rollout, _ in ended] == [Ending.FINISHED] * 2
+    attempts = await workplace.stack.store.attempts("w0")
+    assert [attempt.ending for attempt in attempts] == [*([Ending.LOST] if again else []), Ending.FINISHED]
 
 
 async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_cancelled(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agl_core import kinds
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, apply_overrides, load, store_config
+from agl_core.config.models import UntrainedConfig
 from agl_core.config.sections import LARGEST, SMALLEST, usual_learning_rate
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
@@ -277,6 +278,22 @@ def test_secrets_reach_the_plugin_but_not_the_resolved_configuration(
     assert "hunter2" not in repr(run.config)
     assert "token =" not in stored
     assert "***" not in stored
+
+
+def test_the_variables_that_no_agent_may_have_are_those_that_the_run_reads() -> None:
+    config = UntrainedConfig.model_validate(
+        {
+            "config_version": 1,
+            "rewards": {"judge": {"api_key_env": "JUDGE_KEY"}, "other": {"api_key_env": None}},
+            "policies": {"a": {"model": {"path": "m"}, "algorithm": {"name": "d", "teacher_key_env": "TEACHER_KEY"}}},
+            "tasks": {"train": {"source": "mix", "parts": [{"token_env": "PART_KEY"}]}},
+            "optimize": {"proposer": {"api_key_env": "PROPOSER_KEY"}},
+            "gateway": {"passthrough": {"api_key_env": "PASSTHROUGH_KEY"}},
+            "trackers": {"wandb": {}, "mlflow": False},
+        }
+    )
+    keys = {f"{name}_KEY" for name in ("JUDGE", "TEACHER", "PART", "PROPOSER", "PASSTHROUGH")}
+    assert config.secret_variables(["WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "PATH"]) == {*keys, "WANDB_API_KEY"}
 
 
 def test_an_empty_async_table_is_enough_to_go_on_without_waiting(loaded: Load) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -149,10 +150,12 @@ async def test_many_at_a_time_each_get_their_own_value() -> None:
     assert await asyncio.gather(*(run_sandboxed(evaluated, text) for text in texts)) == list(range(0, 40, 2))
 
 
-def test_another_is_started_when_the_process_was_killed() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_its_process_may_be_killed_or_stopped_by_others(number: signal.Signals) -> None:
     assert asyncio.run(run_sandboxed(evaluated, "1")) == 1
     for process in psutil.Process().children():
         if any("sandbox_process" in argument for argument in process.cmdline()):
-            process.kill()
-            process.wait(30)
+            process.send_signal(number)
+            if number == signal.SIGKILL:
+                process.wait(30)
     assert asyncio.run(run_sandboxed(evaluated, "2")) == 2
