@@ -1,19 +1,35 @@
-"""Which weights an adapter was trained on: a fingerprint beside it, the same from every engine."""
+"""Which weights an adapter is trained on, the same for every engine: those that it may adapt, and a fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from agl_core.errors import EngineError
 
 BASE_FILE = "agl_base.json"
 """Beside an adapter: the fingerprint of the weights that it was trained on."""
 _SAMPLED = 1024
 """How many values of each tensor a fingerprint looks at."""
+
+
+def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
+    """EngineError if an adapter's targets share their weights with another layer, into which merging would bring it."""
+    weights = [*model.named_parameters(remove_duplicate=False)]
+    uses = Counter(id(weight) for _, weight in weights)
+    tied = [f".{path.rpartition('.')[0]}" for path, weight in weights if uses[id(weight)] > 1]
+    refused = [target for target in targets if any(path.endswith(f".{target}") for path in tied)]
+    if refused:
+        raise EngineError(
+            f"lora.targets names {', '.join(refused)}, and the model's output layer and embeddings share their weights "
+            f"(tie_word_embeddings): an adapter of one, merged into them, would change the other. Leave it out."
+        )
 
 
 def fingerprint_of(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> str:

@@ -59,7 +59,9 @@ class _Pieces:
 
 def use(model: Any) -> None:
     """Let a model attend this way. One that was loaded with another attention than 'sdpa' keeps its own."""
-    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # torch's own attention caps no scores, and says nothing.
+    elif model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.set_attn_implementation(NAME)
 
 

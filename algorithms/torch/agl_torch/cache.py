@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import LAYER_TYPE_CACHE_MAPPING, DynamicLayer, DynamicSlidingWindowLayer
 
 from agl_core.errors import EngineError
 from agl_core.types import Tokens
@@ -249,6 +249,8 @@ class SlotView(Cache):
 _TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-2, 0.5
 """How far the log-probability of a token may be from that of a plain forward pass; with fewer digits than float32's it
 depends much on what shares a pass. Wrong attention differs by more."""
+_LONGEST_WINDOW = 2048
+"""The check at the start goes beyond windows of fewer tokens; more would take long on a CPU."""
 
 
 @torch.inference_mode()
@@ -259,20 +261,23 @@ def cache_layers(loaded: LoadedModel) -> tuple[list[LayerShape], torch.dtype]:
     alone (recurrent layers, a sliding window shorter than the context), and for one that takes no mask of the sampler's
     own, or needs more than positions and a mask.
     """
-    model, config, context = loaded.model, loaded.model.config, loaded.context_length
+    model, text, context = loaded.model, loaded.model.config.get_text_config(), loaded.context_length
     refused = f"{type(model).__name__} cannot be sampled from by the torch engine"
-    cache = DynamicCache(config=config)
-    for number, layer in enumerate(cache.layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    # Not by `DynamicCache(config)`, which forgets the layers of a configuration that shares none of its keys.
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    for number, kind in enumerate(kinds):
+        layer = LAYER_TYPE_CACHE_MAPPING.get(kind, DynamicLayer)
+        if layer not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise EngineError(
-                f"{refused}: layer {number} keeps a {type(layer).__name__}, and only full attention is supported."
+                f"{refused}: layer {number} keeps a {layer.__name__}, and only full attention is supported."
             )
-        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        if window is not None and window < context:
+        if window is not None and window < context and layer is DynamicSlidingWindowLayer:
             raise EngineError(
                 f"{refused}: layer {number} sees a sliding window of {window} tokens, and the context is {context}; "
                 f"set engine.torch.max_context to at most {window}."
             )
+    cache = DynamicCache()
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=loaded.device), past_key_values=cache, use_cache=True)
     filled = [
         (layer.keys, layer.values)
@@ -301,15 +306,19 @@ def next_logits(model: object, view: SlotView, dtype: torch.dtype) -> Tensor:
 
 
 def _try_out(loaded: LoadedModel, shapes: list[LayerShape], dtype: torch.dtype, refused: str) -> None:
-    """Compute rows of two lengths in the slot cache: a prompt, a token, and some more. EngineError if that fails, or is
-    not what the model says about each row alone."""
-    model, device = loaded.model, loaded.device
+    """Compute rows of two lengths in the slot cache: a prompt, a token, and some more, in one row beyond each short
+    window that the configuration names. EngineError if that fails, or is not what the model says about each row alone.
+    """
+    model, device, text = loaded.model, loaded.device, loaded.model.config.get_text_config()
+    named = [
+        size for name, size in text.to_dict().items() if ("window" in name or "chunk" in name) and type(size) is int
+    ]
+    beyond = max((size for size in named if 2 < size < min(loaded.context_length - 5, _LONGEST_WINDOW)), default=2)
     tolerance = _TOLERANCE if dtype.itemsize >= 4 else _LOW_PRECISION_TOLERANCE
-    cache = SlotCache(shapes, dtype=dtype, device=device, max_bytes=1 << 30, max_slots=2, capacity=8)
-    vocabulary = model.config.get_text_config().vocab_size
-    cache.tokens[:] = np.arange(cache.tokens.size).reshape(cache.tokens.shape) % vocabulary
+    cache = SlotCache(shapes, dtype=dtype, device=device, max_bytes=1 << 40, max_slots=2, capacity=8 + beyond)
+    cache.tokens[:] = np.arange(cache.tokens.size).reshape(cache.tokens.shape) % text.vocab_size
     slots, ends = np.arange(2), np.zeros(2, np.int64)
-    for counts in np.array([[4, 2], [1, 1], [2, 3]]):
+    for counts in np.array([[4, 2], [1, 1], [beyond, 3]]):
         try:
             logprobs_BV = next_logits(model, SlotView(cache, slots, ends, counts), dtype).float().log_softmax(-1)
         except Exception as error:
@@ -319,7 +328,7 @@ def _try_out(loaded: LoadedModel, shapes: list[LayerShape], dtype: torch.dtype, 
         ends += counts
         for slot, end in enumerate(ends):
             ids = torch.from_numpy(cache.tokens[slot, :end].astype(np.int64))[None].to(device)
-            expected_V = model(input_ids=ids, use_cache=False).logits[0, -1].float().log_softmax(-1)
+            expected_V = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float().log_softmax(-1)
             likeliest = expected_V.argmax()
             gap = float(abs(logprobs_BV[slot, likeliest] - expected_V[likeliest]))
             if not gap <= tolerance:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from agl_algorithms.fingerprints import BASE_FILE, fingerprint_of, write_fingerprint
+from agl_algorithms.fingerprints import BASE_FILE, check_targets, fingerprint_of, write_fingerprint
 from agl_chat.conversation import end_ids, keep_tokenizer_settings, load_tokenizer
 from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
@@ -91,8 +91,8 @@ class Bases:
 def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases | None = None) -> LoadedModel:
     """Load one policy; `seed` makes the adapter's initial weights, `bases` are shared with other adapters.
 
-    Dropout of the pretraining is switched off (only an adapter's own is kept), so that the weights being trained
-    are the weights that sample. With dtype auto, float16 weights are loaded as bfloat16 on a GPU and as float32 on a
+    It stays in eval mode, in updates too: whatever noise its pretraining had, the weights being trained are the weights
+    that sample. With dtype auto, float16 weights are loaded as bfloat16 on a GPU and as float32 on a
     CPU, since training in float16 overflows; and bfloat16 weights as float32 on a CPU that does not multiply bfloat16.
 
     Raises EngineError if the folder or hub name cannot be read, the weights are incomplete, there is no chat
@@ -139,11 +139,6 @@ def _load(spec: PolicySpec, device: torch.device) -> LoadedModel:
             f"The tokenizer of '{spec.model}' knows the id {largest}, but its model has embeddings for {rows} ids "
             f"only: they do not belong together. Take both from the same checkpoint."
         )
-    for module in model.modules():  # Dropout off.
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
     attention.use(model)
     model.to(device)
     return LoadedModel(
@@ -188,6 +183,7 @@ def multiplies_bfloat16() -> bool:
 def _with_adapter(model: Any, lora: LoraSection, spec: PolicySpec, seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    check_targets(model, lora.targets)
     # The adapter and its model card are saved with this name; where the base is on this machine is of no use elsewhere.
     model.name_or_path = model.config.name_or_path = spec.name or spec.model
     config = LoraConfig(

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agl_algorithms.policy_gradient import Algorithm
 from agl_algorithms.ppo import Ppo
+from agl_core.errors import EngineError
 from agl_core.protocols import Progress
 from agl_core.types import Workload
 from agl_torch.loading import LoadedModel
@@ -53,20 +58,34 @@ def activation_bytes(model: Any, device: torch.device) -> float:
         return (arguments[0][:, :1], *arguments[1:])
 
     hook = model.get_output_embeddings().register_forward_pre_hook(one_position)
-    training = model.training
-    model.train()
     try:
-        with (
-            torch.enable_grad(),
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        ):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             ids = torch.zeros(1, _PROBED_TOKENS, dtype=torch.long, device=device)
             model(input_ids=ids, use_cache=False)
     finally:
         hook.remove()
-        model.train(training)
     return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights) / _PROBED_TOKENS
+
+
+def recompute_layers(model: Any) -> None:
+    """Compute each layer's activations again in the backward pass instead of keeping them.
+
+    transformers does this in train mode alone, in which some models have dropout or noise of their own.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise EngineError(
+            f"{type(model).__name__} has no layers that can be recomputed: set engine.torch.gradient_checkpointing = "
+            f"false."
+        )
+    for layer in layers:
+        layer.forward = partial(_recomputed, layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **settings)
+    return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **settings)
 
 
 BACKWARD_COST = 2.0

@@ -20,7 +20,7 @@ from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch
 from agl_torch.batching import Limits, MicroBatch, TokenScores, micro_batches, read_values, score
 from agl_torch.loading import LoadedModel
-from agl_torch.memory import BACKWARD_COST, Work, passes_of
+from agl_torch.memory import BACKWARD_COST, Work, passes_of, recompute_layers
 from agl_torch.optimizer import PolicyOptimizer
 from agl_torch.teachers import ServedTeacher
 
@@ -61,7 +61,7 @@ class PolicyTrainer:
         self._reference: Any = None
         self._critic: Critic | None = None
         if gradient_checkpointing:
-            loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_layers(loaded.model)
 
     def update(
         self,
@@ -136,7 +136,7 @@ class PolicyTrainer:
         steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self.seed, self.version])
         steps *= algorithm.epochs
         target, weights_R = algorithm.target_kl, prepared.weights_R
-        metrics = train(model, self.optimizer, prepared, weights_R, steps, self._limits, loss_of, work, target)
+        metrics = train(self.optimizer, prepared, weights_R, steps, self._limits, loss_of, work, target)
         work.lap("train")
         metrics |= rescored | prepared.serving_gap(old_R, self.version)
         if self._critic is not None and algorithm.needs_critic:
@@ -245,7 +245,7 @@ class Critic:
         for parameter in self._head.parameters():
             nn.init.zeros_(parameter)
         if policy.gradient_checkpointing:
-            self._backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_layers(self._backbone)
         self._trained = [p for module in (self._backbone, self._head) for p in module.parameters() if p.requires_grad]
         self._optimizer = PolicyOptimizer(
             self._trained, policy.optimizer.settings, training_steps=policy.optimizer.training_steps
@@ -281,7 +281,7 @@ class Critic:
 
         steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self._seed, version])
         steps *= algorithm.critic_epochs
-        measured = train(self._backbone, self._optimizer, prepared, weights_R, steps, self._limits, loss_of, work)
+        measured = train(self._optimizer, prepared, weights_R, steps, self._limits, loss_of, work)
         metrics = {name if name.startswith("value_") else f"critic_{name}": value for name, value in measured.items()}
         explained = explained_variance(values_R, targets_R, prepared.corrected(weights_R))
         return metrics if np.isnan(explained) else metrics | {"explained_variance": explained}
@@ -298,7 +298,6 @@ class Critic:
 
 
 def train(
-    module: nn.Module,
     optimizer: PolicyOptimizer,
     prepared: Prepared,
     weights_R: Tensor,
@@ -323,7 +322,6 @@ def train(
     weight, rate = 0.0, optimizer.learning_rate
     grad_norms: list[float] = []
     stopped_early, kl = 0, 0.0
-    module.train()  # Gradient checkpointing asks for it.
     try:
         for number, chosen in enumerate(steps):
             step_weights_R = prepared.step_weights(weights_R, [chosen])
@@ -353,7 +351,6 @@ def train(
             grad_norms.append(grad_norm)
     finally:
         optimizer.discard()
-        module.eval()
     means = {name: total if name.endswith("_max") else total / weight for name, total in sums.items()}
     if grad_norms:
         means["grad_norm"] = sum(grad_norms) / len(grad_norms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from tiny_tokenizers import TEXTS
 from tokenizers import Tokenizer
 from transformers import (
@@ -24,6 +25,12 @@ from transformers import (
     FalconForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     JambaConfig,
     JambaForCausalLM,
     LlamaConfig,
@@ -41,7 +48,18 @@ from agl_torch.loading import LoadedModel, fingerprint, load_model
 from agl_torch.process import Policies
 from agl_torch.sampler import Sampler
 
-from .conftest import LORA, Loaded, Shape, make_batch, make_checkpoint, saved, start_policies, weights_of
+from .conftest import (
+    LORA,
+    Loaded,
+    Shape,
+    make_batch,
+    make_checkpoint,
+    plain_logprobs,
+    saved,
+    start_policies,
+    trainer_of,
+    weights_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -151,14 +169,6 @@ def test_lora_targets_that_do_not_exist_are_named(checkpoint: Path) -> None:
         load(checkpoint, lora=LORA | {"targets": ["query"]})
 
 
-def test_pretraining_dropout_is_off(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "m")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
-    model, ids = load(folder).model, torch.tensor([[5, 6, 7]])
-    assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
-
-
 @pytest.mark.parametrize("name", ["./nowhere", "nobody/no-such-model", str(Path(__file__).parent)])
 def test_what_is_no_model_is_an_error_with_what_to_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -198,6 +208,12 @@ SMALL = {
 MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
 
 
+LOCAL = GPTNeoConfig(
+    vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
+    window_size=16, max_position_embeddings=64, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
 class Deaf(LlamaForCausalLM):
     """Takes no mask from outside: a padded row sees its pads."""
 
@@ -205,11 +221,38 @@ class Deaf(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-def test_a_model_with_a_short_window_is_refused(qwen: Loaded) -> None:
-    model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)).eval()
+GEMMA = SMALL | {"sliding_window": 16, "head_dim": 8}
+GEMMA_4 = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "global_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)),
+        Gemma4ForCausalLM(Gemma4TextConfig(**GEMMA, **GEMMA_4, num_kv_shared_layers=0)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_model_with_a_short_window_is_refused(qwen: Loaded, model) -> None:
     with pytest.raises(EngineError, match=r"sliding window of 16.*engine\.torch\.max_context to at most 16"):
-        Sampler(replace(qwen, model=model, context_length=64))
+        Sampler(replace(qwen, model=model.eval(), context_length=64))
     Sampler(replace(qwen, model=model, context_length=16))
+
+
+def test_scores_are_capped_in_serving_and_training(checkpoint: Path, tmp_path: Path) -> None:
+    """As Gemma 2 caps them, which torch's own attention does not."""
+    shutil.copytree(checkpoint, tmp_path / "m")
+    config = GEMMA | {"vocab_size": 320, "attn_logit_softcapping": 0.5, "sliding_window": 64}
+    Gemma2ForCausalLM(Gemma2Config(**config)).save_pretrained(tmp_path / "m")
+    loaded, batch = load(tmp_path / "m"), make_batch(None)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="eager")
+    expected = np.concatenate([plain_logprobs(plain, batch, i).detach().numpy() for i in range(len(batch))])
+    np.testing.assert_allclose(trainer_of(loaded).logprobs(batch).logprobs_R, expected, atol=1e-5)
+    Sampler(loaded)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +262,7 @@ def test_a_model_with_a_short_window_is_refused(qwen: Loaded) -> None:
         (BloomForCausalLM(BloomConfig(**SMALL)), "does not run with the sampler's cache and mask"),
         (FalconH1ForCausalLM(FalconH1Config(**SMALL, **MAMBA)), "only full attention"),
         (JambaForCausalLM(JambaConfig(**SMALL, num_experts=2, use_mamba_kernels=False)), "only full attention"),
+        (GPTNeoForCausalLM(LOCAL), "from that of the model's own forward pass"),
         (Deaf(LlamaConfig(**SMALL)), "from that of the model's own forward pass"),
     ],
     ids=lambda value: type(value).__name__,
@@ -318,6 +362,23 @@ def test_a_lora_checkpoint_is_a_peft_adapter_that_names_its_base_as_the_configur
     adapted = PeftModel.from_pretrained(base, folder)(ids).logits
     assert torch.equal(adapted, loaded.model(ids).logits)
     assert not torch.equal(adapted, plain)
+
+
+OUTER = LORA | {"targets": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_merged_as_the_page_says_is_what_was_trained(tmp_path: Path, tied: bool) -> None:
+    source = make_checkpoint(tmp_path / "source", Shape(tied=tied))
+    if tied:
+        with pytest.raises(EngineError, match=r"names embed_tokens, lm_head, and .* share their weights"):
+            load(source, lora=OUTER)
+    loaded, folder = saved(tmp_path, spec(source, lora=LORA if tied else OUTER), updates=3)
+    AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(tmp_path / "merged")
+    ids = torch.arange(3, 300)[None, :200]
+    merged, plain = (AutoModelForCausalLM.from_pretrained(at)(ids).logits for at in (tmp_path / "merged", source))
+    torch.testing.assert_close(merged, loaded.model(ids).logits, rtol=0, atol=1e-5)
+    assert abs(merged - plain).max() > 0.1
 
 
 def test_adapters_know_the_weights_they_belong_to(checkpoint: Path, tmp_path: Path) -> None:

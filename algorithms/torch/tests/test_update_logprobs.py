@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BioGptConfig,
+    GPTBigCodeConfig,
+    OPTConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    SeedOssConfig,
+)
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
@@ -23,6 +35,7 @@ from agl_core.protocols import PolicySpec, UpdateResult
 from agl_core.testing import episodes as make
 from agl_core.types import Batch, DropReason, TrainingRecord
 from agl_torch.loading import LoadedModel, load_model
+from agl_torch.sampler import Sampler
 
 from .conftest import grpo, make_batch, plain_logprobs, trainer_of, weights_of
 
@@ -79,6 +92,37 @@ def test_old_logprobs_are_those_before_the_update(loaded: LoadedModel) -> None:
     moved = [(call[1].current_R - call[1].old_R).abs().max().item() for call in algorithm.calls]
     assert moved[0] < 1e-5
     assert max(moved[2:]) > 1e-3
+
+
+TINY = {
+    "vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+GATED = {"intermediate_size": 32, "num_key_value_heads": 1}
+NOISY: list[PreTrainedConfig] = [
+    Qwen2Config(**TINY, **GATED, attention_dropout=0.5),
+    OPTConfig(**TINY, ffn_dim=32, word_embed_proj_dim=32, dropout=0.5),
+    SeedOssConfig(**TINY, **GATED, head_dim=16, residual_dropout=0.5),
+    BioGptConfig(**TINY, intermediate_size=32, hidden_dropout_prob=0.5),
+    GPTBigCodeConfig(**TINY, attn_pdrop=0.5, resid_pdrop=0.5),
+    PhimoeConfig(**TINY, **GATED, num_local_experts=2, router_jitter_noise=0.5),
+]
+
+
+@pytest.mark.parametrize("config", NOISY, ids=lambda config: config.model_type)
+def test_updates_have_no_noise_that_pretraining_had(checkpoint: Path, tmp_path: Path, config: PreTrainedConfig) -> None:
+    """Of the first update, and of the next after the weights moved; also where layers are recomputed."""
+    shutil.copytree(checkpoint, tmp_path / "m")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    loaded = load_model(PolicySpec(str(tmp_path / "m")), torch.device("cpu"), seed=0)
+    Sampler(loaded)
+    trainer = trainer_of(loaded, gradient_checkpointing=True)
+    for _ in range(2):
+        algorithm = Recorder()
+        trainer.update(make_batch(loaded), algorithm)
+        for samples, logprobs, *_ in algorithm.calls:
+            gap_R = (logprobs.current_R - samples.behaviour_R)[samples.mask_R]
+            assert gap_R.abs().max() < 1e-4
 
 
 def test_an_update_ends_before_the_first_step_beyond_its_target_kl(in_float64: LoadedModel) -> None:

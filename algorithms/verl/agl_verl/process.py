@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agl_core.config.sections import LoraSection
 from agl_core.errors import AglError, EngineError, nearest
 from agl_core.protocols import EngineContext, Progress, ResponseScores, UpdateResult
 from agl_core.training.child import Host, in_one_line
@@ -52,6 +53,7 @@ class Driver:
         self._failed: str | None = None
         cpu = runs_on_cpu(options.device, options.address)
         check_versions(cpu=cpu)
+        self._check_adapters()
         algorithm = ChosenAlgorithm.of_run(context).build()
         composed = compose(options, context, algorithm=algorithm, cpu=cpu)
         if not cpu and composed.model_engine != "megatron":  # Which brings attention of its own.
@@ -144,6 +146,19 @@ class Driver:
         """tokens_prefilled, tokens_reused, tokens_decoded since the start, over all servers."""
         with self._usable():
             return self._trainer.counters()
+
+    def _check_adapters(self) -> None:
+        from torch import device
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from agl_algorithms.fingerprints import check_targets
+
+        for spec in self._specs.values():
+            if spec.lora is not None:
+                config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
+                with device("meta"):
+                    model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
+                check_targets(model, LoraSection.model_validate(dict(spec.lora)).targets)
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
