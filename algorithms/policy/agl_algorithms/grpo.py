@@ -63,7 +63,8 @@ class GroupStatistics:
 def group_statistics(samples: Samples) -> GroupStatistics:
     """Mean and standard deviation of the credited values of each group, over rollouts, not transitions.
 
-    A rollout counts once, whatever its number of transitions: they share its weight. With v_it the value of transition
+    A rollout counts once, whatever its number of transitions: they share its weight. One that none can be trained of
+    counts with the mean of their values (`Samples.absent_values_A`). With v_it the value of transition
     t of rollout i (T_i transitions, G rollouts):
 
         μ  = 1/G · Σ_i 1/T_i · Σ_t v_it
@@ -75,25 +76,25 @@ def group_statistics(samples: Samples) -> GroupStatistics:
     If it is not, σ also contains the spread inside rollouts: the standard deviation of the rollouts' means alone could
     vanish while the deviations do not.
     """
-    values_N = samples.values_N.to(torch.float64)
-    labels, group_N = torch.unique(samples.group_N, return_inverse=True)
-    groups = labels.numel()
-    turns_N, rollouts_N, _ = count_rollouts(samples, torch.ones_like(values_N))
+    values_K = torch.cat([samples.values_N, samples.absent_values_A]).to(torch.float64)
+    labels, group_K = torch.unique(torch.cat([samples.group_N, samples.absent_groups_A]), return_inverse=True)
+    groups, count = labels.numel(), len(samples)
+    turns_K = torch.ones_like(values_K)
+    turns_K[:count], _, _ = count_rollouts(samples, turns_K[:count])
 
-    def extreme(of_N: Tensor, which: str) -> Tensor:
-        """[N] the group's smallest (`amin`) or largest (`amax`)."""
-        by_group = torch.zeros(groups, dtype=torch.float64, device=of_N.device)
-        return by_group.scatter_reduce(0, group_N, of_N, which, include_self=False)[group_N]
+    def mean_by_group(of_K: Tensor, rollouts_K: Tensor) -> Tensor:
+        return segment_sum(of_K / turns_K, group_K, groups)[group_K] / rollouts_K
 
+    def extreme(of_K: Tensor, which: str) -> Tensor:
+        """[K] the group's smallest (`amin`) or largest (`amax`)."""
+        by_group = torch.zeros(groups, dtype=torch.float64, device=of_K.device)
+        return by_group.scatter_reduce(0, group_K, of_K, which, include_self=False)[group_K]
+
+    rollouts_K = mean_by_group(torch.ones_like(values_K), torch.ones_like(values_K)).round()
     # Values are first shifted by the group's smallest, so that equal values deviate by exactly zero.
-    shifted_N = values_N - extreme(values_N, "amin")
-    is_equal_N = extreme(shifted_N, "amax") <= rounding(extreme(values_N.abs(), "amax"))
-    shifted_N = torch.where(is_equal_N, 0.0, shifted_N)
-    mean_N = segment_sum(shifted_N / turns_N, group_N, groups)[group_N] / rollouts_N
-    deviation_N = shifted_N - mean_N
-    squares_N = segment_sum(deviation_N.square() / turns_N, group_N, groups)[group_N]
-    return GroupStatistics(
-        deviation_N=deviation_N,
-        std_N=(squares_N / (rollouts_N - 1).clamp(min=1)).sqrt(),
-        rollouts_N=rollouts_N,
-    )
+    shifted_K = values_K - extreme(values_K, "amin")
+    is_equal_K = extreme(shifted_K, "amax") <= rounding(extreme(values_K.abs(), "amax"))
+    shifted_K = torch.where(is_equal_K, 0.0, shifted_K)
+    deviation_K = shifted_K - mean_by_group(shifted_K, rollouts_K)
+    variance_K = mean_by_group(deviation_K.square(), (rollouts_K - 1).clamp(min=1))
+    return GroupStatistics(deviation_K[:count], variance_K.sqrt()[:count], rollouts_K[:count])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from statistics import fmean
 
@@ -49,6 +49,10 @@ class Samples:
     """[N] int64: 0 … rollouts-1, unique over groups."""
     turn_N: Tensor
     """[N] int64: the transition's place in its episode."""
+    absent_values_A: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    """[A] the credited values of rollouts that have no transition here and are compared all the same."""
+    absent_groups_A: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """[A] their groups."""
 
     def __len__(self) -> int:
         """N."""

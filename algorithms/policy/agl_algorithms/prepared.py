@@ -170,6 +170,8 @@ def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torc
         group_N=tensor(batch.group_N, torch.int64),
         rollout_N=tensor(batch.rollout_N, torch.int64),
         turn_N=tensor(batch.turn_N, torch.int64),
+        absent_values_A=tensor(batch.absent_values_A, torch.float64),
+        absent_groups_A=tensor(batch.absent_groups_A, torch.int64),
     )
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.policy_gradient import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
-from agl_core.learning.batch import filter_trainable
+from agl_core.builtin.credit import discounted, identical, stepwise
+from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches
+from agl_core.testing import episodes as make
 from agl_core.testing.engines import Row, batch_of
-from agl_core.types import Batch, DropReason
+from agl_core.types import Batch, CreditKind, DropReason, FinishReason
 
 GRPO = Grpo(GrpoOptions(beta=0.0))
 
@@ -31,16 +37,55 @@ def prepared_of(batch: Batch, algorithm: Grpo = GRPO) -> Prepared:
 
 
 def test_every_transition_that_came_gets_its_advantage_weight_and_reason() -> None:
-    batch = replace(rows_of([0.0, 1.0, 9.0]), temperature_N=np.array([1, 1, np.nan], np.float32))
+    batch = replace(rows_of([0.0, 1.0, 0.5]), temperature_N=np.array([1, 1, np.nan], np.float32))
     prepared = prepared_of(batch)
     result = prepared.result(5, {"loss": 0.5})
     assert (result.version, result.metrics) == (5, {"loss": 0.5})
     assert result.dropped == (None, None, DropReason.NON_FINITE)
-    assert result.advantage_N.tolist() == pytest.approx([-1 / 2**0.5, 1 / 2**0.5, 0.0], abs=1e-5)
+    assert result.advantage_N.tolist() == pytest.approx([-1.0, 1.0, 0.0], abs=1e-5), "its value counts"
     assert result.weight_N[:2].sum() == pytest.approx(1.0)
     assert result.weight_N[2] == 0.0
     assert prepared.metrics()["transitions_trained"] == 2
     assert prepared.metrics()["transitions_dropped"] == 1
+
+
+UNTRAINABLE: dict[str, dict[str, Any]] = {
+    "trained": {},
+    "aborted": {"finish_reason": FinishReason.ABORTED},
+    "no ids": {"prompt_ids": None, "response_ids": None},
+    "empty": {"response_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)},
+    "too long": {"prompt_ids": np.zeros(99, np.int32)},
+}
+
+
+@pytest.mark.parametrize(("rule", "options"), [(identical, {}), (discounted, {"gamma": 0.5}), (stepwise, {})])
+@settings(max_examples=15)
+@given(members=st.lists(st.tuples(st.integers(-2, 2), st.sampled_from(list(UNTRAINABLE))), min_size=2, max_size=5))
+def test_a_rollout_that_cannot_be_trained_on_is_compared_all_the_same(
+    rule: Any, options: dict[str, float], members: list[tuple[int, str]]
+) -> None:
+    """In its group's mean and deviation, whoever finds that it cannot: the trainer, or the engine by its limits."""
+    tokens, logprobs = np.zeros(2, np.int32), np.zeros(2, np.float32)
+    sampled: dict[str, Any] = {"prompt_ids": tokens, "response_ids": tokens, "logprobs": logprobs}
+    group = [
+        make.episode(
+            make.transition(rollout=f"r{member}", **sampled | UNTRAINABLE[fate]),
+            rollout=f"r{member}",
+            terminal=float(value),
+        )
+        for member, (value, fate) in enumerate(members)
+    ]
+    credit = PolicyCredit("rule", partial(rule, **options), CreditKind.RETURN)
+    batches = make_batches([group], BatchPlan({"default": credit})).batches
+    assert bool(batches) == any(fate in ("trained", "too long") for _, fate in members)
+    for batch in batches.values():
+        result = prepared_of(batch, Grpo(GrpoOptions(beta=0.1))).result(1, {})
+        values = np.array(rule(group, **options))[:, 0]
+        advantages = (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+        for key, advantage, reason in zip(batch.keys, result.advantage_N, result.dropped, strict=True):
+            member = int(key.rollout[1:])
+            assert (reason is None) == (members[member][1] == "trained")
+            assert advantage == pytest.approx(advantages[member] if reason is None else 0.0, abs=1e-5)
 
 
 def test_a_masked_transition_is_compared_and_gives_its_share_to_no_other() -> None:

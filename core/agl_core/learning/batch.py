@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -168,11 +169,13 @@ def make_batches(
 
     An episode that was dropped leaves its group; what is left of a group that is then too small is dropped whole. A
     credit rule sees the whole group, including transitions of other policies and of untrained agents, and its values
-    are used for the policy's own transitions. Untrained agents are in no batch. If credit yields rewards of one step,
+    are used for the policy's own transitions. A rollout of which none can be trained on is still compared with its
+    group (`Batch.absent_values_A`). Untrained agents are in no batch. If credit yields rewards of one step,
     the rewards of other calls go to the policy's trained transitions before them (`propagate_rewards`), and so stay in
     the return. `weights` has the weight of each group in the loss; empty: all 1.
     """
     rows: dict[str, list[CreditedTransition]] = {}
+    absent: dict[str, list[tuple[int, float]]] = {}
     dropped: list[TrainingRecord] = []
     episodes_dropped: Counter[DropReason] = Counter()
     rollouts = 0
@@ -190,12 +193,18 @@ def make_batches(
         credited = {policy: plan.credit[policy].values(kept_episodes) for policy in policies}
         for member, episode in enumerate(kept_episodes):
             trained: dict[str, list[int]] = {}
+            untrainable: dict[str, list[float]] = {}
             for i, transition in enumerate(episode.transitions):
                 reason = left_out(transition, plan.agents, without_logprobs=plan.without_logprobs)
                 if reason is None:
                     trained.setdefault(transition.policy, []).append(i)
                 else:
-                    dropped.append(_dropped(transition, step, credited[transition.policy][member][i], reason))
+                    value = credited[transition.policy][member][i]
+                    dropped.append(_dropped(transition, step, value, reason))
+                    if reason is not DropReason.UNTRAINED_AGENT:
+                        untrainable.setdefault(transition.policy, []).append(value)
+            for policy in untrainable.keys() - trained.keys():
+                absent.setdefault(policy, []).append((group_index, fmean(untrainable[policy])))
             for policy, kept in trained.items():
                 values = credited[policy][member]
                 if plan.credit[policy].kind is CreditKind.REWARD:
@@ -210,7 +219,7 @@ def make_batches(
             rollouts += 1
     batches: dict[str, Batch] = {}
     for policy, of_policy in rows.items():
-        usable = filter_trainable(lay_out(of_policy, plan.credit[policy].kind, step))
+        usable = filter_trainable(lay_out(of_policy, plan.credit[policy].kind, step, absent.get(policy, ())))
         if len(usable.batch):
             batches[policy] = usable.batch
         for row, fault in zip(of_policy, usable.dropped, strict=True):
@@ -245,8 +254,12 @@ def _dropped(transition: Transition, step: int, credit: float | None, reason: Dr
     return TrainingRecord(*transition.key, step=step, credit=credit, advantage=None, weight=0.0, dropped=reason)
 
 
-def lay_out(rows: Sequence[CreditedTransition], kind: CreditKind, step: int) -> Batch:
-    """Transitions of one policy, all with token ids, as a batch."""
+def lay_out(
+    rows: Sequence[CreditedTransition], kind: CreditKind, step: int, absent: Sequence[tuple[int, float]] = ()
+) -> Batch:
+    """Transitions of one policy, all with token ids, as a batch; `absent` are groups and values of other rollouts."""
+    groups, group_N = np.unique([row.group for row in rows], return_inverse=True)
+    compared = [(group, value) for group, value in absent if group in groups and math.isfinite(value)]
     transitions = [row.transition for row in rows]
     prompts = [np.asarray(t.prompt_ids, np.int32) for t in transitions]
     responses = [np.asarray(t.response_ids, np.int32) for t in transitions]
@@ -265,7 +278,7 @@ def lay_out(rows: Sequence[CreditedTransition], kind: CreditKind, step: int) -> 
         temperature_N=np.array([t.temperature for t in transitions], np.float32),
         values_N=np.array([row.value for row in rows], np.float64),
         kind=kind,
-        group_N=np.unique([row.group for row in rows], return_inverse=True)[1].astype(np.int64),
+        group_N=group_N.astype(np.int64),
         rollout_N=np.unique([row.rollout for row in rows], return_inverse=True)[1].astype(np.int64),
         turn_N=np.array([t.turn for t in transitions], np.int64),
         version_N=np.array([-1 if t.version is None else t.version for t in transitions], np.int64),
@@ -274,6 +287,8 @@ def lay_out(rows: Sequence[CreditedTransition], kind: CreditKind, step: int) -> 
         sampled_N=np.array([t.logprobs is not None for t in transitions], np.bool_),
         grammar_N=np.array([t.grammar for t in transitions], np.object_),
         step=step,
+        absent_values_A=np.array([value for _, value in compared], np.float64),
+        absent_groups_A=np.searchsorted(groups, [group for group, _ in compared]).astype(np.int64),
     )
 
 
@@ -298,6 +313,7 @@ def filter_trainable(
 ) -> Usable:
     """Drop what cannot be trained on; its rewards of one step go to the calls before it.
 
+    Returns need no such way: a rollout that has no transition left is still compared with its group.
     Without a model's limits, only what no model could be trained on is dropped. `grammars` says whether the engine
     knows which tokens the grammar of a response allowed.
     """
@@ -312,6 +328,15 @@ def filter_trainable(
             trained = [n for n, place in enumerate(calls) if place in kept]
             values[calls] = propagate_rewards(batch.turn_N[calls].tolist(), batch.values_N[calls].tolist(), trained)
         batch = replace(batch, values_N=values)
+    elif len(places) < len(batch):
+        lost_N = ~np.isin(batch.rollout_N, batch.rollout_N[places]) & np.isfinite(batch.values_N)
+        _, first, rollout = np.unique(batch.rollout_N[lost_N], return_index=True, return_inverse=True)
+        means = np.bincount(rollout, batch.values_N[lost_N]) / np.bincount(rollout)
+        batch = replace(
+            batch,
+            absent_values_A=np.concatenate([batch.absent_values_A, means]),
+            absent_groups_A=np.concatenate([batch.absent_groups_A, batch.group_N[lost_N][first]]),
+        )
     return Usable(subset(batch, places), places, dropped)
 
 

@@ -18,7 +18,7 @@ conserves is stated for calls with one choice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -187,7 +187,7 @@ def _mean_reward(choices: Iterable[Transition]) -> float:
 class Batch:
     """N transitions of one policy: flat arrays and offsets, no pads, from the store to the loss.
 
-    Axis suffixes: _N transitions, _T all tokens, _R response tokens.
+    Axis suffixes: _N transitions, _T all tokens, _R response tokens, _A absent rollouts.
     """
 
     tokens_T: NDArray[np.int32]
@@ -225,6 +225,9 @@ class Batch:
     Log-probabilities are then those among the tokens that this form allows."""
     step: int = 0
     """The training step (1, 2, …) of the batch. Schedules use it, because not every policy has a batch in each step."""
+    absent_values_A: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    """Credited values, a mean for each, of rollouts that are compared but have no transition to train on."""
+    absent_groups_A: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.keys)
