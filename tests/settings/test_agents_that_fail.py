@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -131,26 +132,46 @@ def test_a_run_that_learned_nothing_says_so_and_why(
     assert seen.exit_code == status
 
 
-def test_a_training_begins_with_a_look_at_the_agent_and_one_that_fails_leaves_nothing(
-    bench: Bench,
-) -> None:
+def test_an_agent_that_fails_without_a_reply_leaves_nothing(bench: Bench) -> None:
     folder = bench.folder
-    (folder / "looked_at.py").write_text(f"{CALLING}    raise KeyError('Ghent')\n")
-    bench.load({"agent.entry": "looked_at:solve", "name": "looked", "train.patience": 2, "eval.every": 0})
-    train = ["train", str(folder / "train.toml")]
+    (folder / "alone.py").write_text("async def solve(task):\n    return {}[0]\n")
+    bench.load({"agent.entry": "alone:solve", "name": "alone", "train.patience": 2, "eval.every": 0})
 
-    refused = CliRunner(env={"COLUMNS": "300"}).invoke(app, train)
+    refused = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", str(folder / "train.toml")])
+
+    assert "does not work yet, so training did not begin: 3 of 3 rollouts ended as crashed. " in str(refused.exception)
+    assert "KeyError: 0" in str(refused.exception)
+    assert not (folder / "runs" / "alone").exists()
+
+
+def test_a_reply_that_makes_the_agent_raise_is_shown_and_training_begins_once_it_ends_well(bench: Bench) -> None:
+    """A policy that is still weak calls a tool that does not exist, say, and the framework raises."""
+    folder, run = bench.folder, bench.folder / "runs" / "weak"
+    (folder / "weak.py").write_text(
+        f"NUMBER = [0]\n{CALLING}    NUMBER[0] += 1\n    if NUMBER[0] < 9:\n        raise KeyError('no such tool')\n"
+    )
+    bench.load({"agent.entry": "weak:solve", "name": "weak", "train.patience": 2, "eval.every": 0})
+    agl = CliRunner(env={"COLUMNS": "300"})
+
+    refused = agl.invoke(app, ["train", str(folder / "train.toml")])
 
     assert isinstance(refused.exception, TrainingError)
-    assert "training did not begin: 3 of 3 rollouts ended as crashed" in str(refused.exception)
-    assert "KeyError: 'Ghent'" in str(refused.exception)
-    assert refused.output.count("first look: task ") == 3
-    assert not (folder / "runs" / "looked").exists()
-
-    (folder / "ending_well.py").write_text(f"{CALLING}    return '5'\n")
-    began = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*train, "--set=agent.entry=ending_well:solve"])
+    said = str(refused.exception)
+    assert "Training did not begin: 8 of 8 rollouts ended as crashed, each after a reply of the model. " in said
+    assert "the agent is not broken" in said
+    assert "KeyError: 'no such tool'" in said
+    assert "The model had replied: You said: {" in said
+    assert refused.output.count("first look: task ") == 8
+    assert len(json.loads(agl.invoke(app, ["rollouts", str(run), "--json"]).output)) == 8
+    began = agl.invoke(app, ["train", "--resume", str(run)])
     assert began.exit_code == 0, began.output
-    looked = r"first look: task \w+: finished, 1 calls by an unnamed agent; tools: none; reward: [01]"
-    assert re.search(looked, began.output)
-    summary = json.loads((folder / "runs" / "looked" / "summary.json").read_text())
+
+    sys.modules["weak"].NUMBER[0] = 4
+    began = agl.invoke(app, ["train", str(folder / "train.toml"), "--set=name=later"])
+    assert began.exit_code == 0, began.output
+    looks = re.findall(
+        r"first look: task \w+: (\w+), 1 calls by an unnamed agent; tools: none; reward: [01]", began.output
+    )
+    assert sorted(looks) == ["crashed"] * 4 + ["finished"] * 4
+    summary = json.loads((folder / "runs" / "later" / "summary.json").read_text())
     assert summary["rollouts"] == {"finished": 8}, "it is not trained on"

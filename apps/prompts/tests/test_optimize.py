@@ -312,7 +312,7 @@ def test_the_engine_of_the_run_answers_unless_an_upstream_is_named(world: World,
         ({"prompts": {"system": {"replace": "Not there."}}, "agent": {"entry": "adder:unaware"}}, "nothing to replace"),
         ({"prompts": {"system": {"text": "Answer.", "agents": ["adder"]}}}, "there is no `replace`"),
         ({"prompts": {"system": {}}}, "needs a text, or what it is to replace"),
-        ({"agent": {"entry": "adder:broken"}}, "The agent does not work yet"),
+        ({"agent": {"entry": "adder:broken"}}, "The search cannot begin: "),
         ({"prompts": "nowhere.toml"}, "nowhere.toml does not exist"),
     ],
 )

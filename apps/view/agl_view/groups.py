@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from agl_core.learning.transitions import message_text
 from agl_core.reading.explained import RolloutEntry, RolloutReport, Turn
-from agl_core.reading.rollouts import RolloutPage, groups_of, message_text
+from agl_core.reading.rollouts import RolloutPage, groups_of
 from agl_core.types import Rollout, TrainingRecord, are_equal
 
 

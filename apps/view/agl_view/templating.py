@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from agl_core.cli.words import harmless, number, one_line, plain, said_by, score, size, status_text
-from agl_core.reading.rollouts import message_text
+from agl_core.learning.transitions import message_text
 from agl_view.charts import sparkline
 
 

@@ -28,9 +28,10 @@ from agl_core.cli.screen import (
 )
 from agl_core.cli.words import number, one_line, plain, said_by, score, size, status_text
 from agl_core.learning.health import has_cut_prompt
+from agl_core.learning.transitions import message_text
 from agl_core.reading import runs as reading
 from agl_core.reading.explained import AttemptReport, GroupReport, RolloutReport, TerminalReward, Turn, read_group
-from agl_core.reading.rollouts import Query, list_rollouts, message_text
+from agl_core.reading.rollouts import Query, list_rollouts
 from agl_core.types import Ending, Reward, ToolStatus, TrainingRecord
 
 Folder = Annotated[Path, typer.Argument(help="The folder with the runs.")]

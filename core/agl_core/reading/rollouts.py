@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from agl_core.learning.transitions import message_text
 from agl_core.reading.explained import RolloutEntry, RolloutReport, entries_of, is_superseded, reports_of
 from agl_core.reading.runs import open_store
 from agl_core.store.interface import Store
@@ -88,26 +87,6 @@ def _texts(report: RolloutReport) -> list[str]:
     attempt = report.entry.attempt
     result = None if attempt is None else attempt.result
     return [str(report.entry.rollout.task.input), *map(message_text, messages), str(result)]
-
-
-def message_text(message: Mapping[str, Any]) -> str:
-    """A chat message: its text, and then its tool calls, like calls in code.
-
-    >>> message_text({"content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]})
-    'add({})'
-    """
-    content = message.get("content")
-    calls = [_tool_call_text(tool_call) for tool_call in message.get("tool_calls") or ()]
-    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
-    return " ".join([text, *calls]).strip()
-
-
-def _tool_call_text(tool_call: Any) -> str:
-    known = tool_call if isinstance(tool_call, Mapping) else {}
-    function = known.get("function", known.get("custom"))
-    if not isinstance(function, Mapping):
-        return json.dumps(tool_call, ensure_ascii=False)
-    return f"{function.get('name')}({function.get('arguments', function.get('input', ''))})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from agl_core.errors import TrainingError
 from agl_core.kinds import Capability
 from agl_core.learning.rewards import AGENT_SOURCE, was_rewarded
 from agl_core.learning.tool_results import CONTRADICTED, has_failed, tool_calls_of
+from agl_core.learning.transitions import message_text
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
 from agl_core.training.metrics import counts, is_update_loss
@@ -32,7 +33,8 @@ Check: TypeAlias = Callable[[Sequence[Episode]], str | None]
 """An alarm on the new rollouts of a step; `alarms` says what an alarm is."""
 
 REMEDIES: Mapping[Ending | DropReason, str] = {
-    Ending.CRASHED: "Fix what the agent raises.",
+    Ending.CRASHED: "Fix what the agent raises. If a reply of the model makes it raise (it calls a tool that does not "
+    "exist, say), the agent is not broken: let it catch that error and return.",
     Ending.TIMED_OUT: "Raise workers.timeout, or have the agent stop earlier.",
     Ending.CONTEXT_OVERFLOW: "Shorten what the agent asks, or train a model with a longer context.",
     Ending.NO_CALL: "Send the calls of the agent's LLM client through agl: let it read OPENAI_BASE_URL or "
@@ -57,6 +59,8 @@ _PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.NO_CONTRAST, DropReaso
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 SHORTEST, ENGINE_SHORTEST, TIMES = 60.0, 600.0, 3.0
 """Seconds without an end that are always allowed to rollouts and to the engine; times the longest wait so far."""
+_MAX_REPLY = 500
+"""Characters of the reply that an alarm shows."""
 _MAX_NAMED = 3
 """The most rollouts, or tools, that a sentence names."""
 _ENGINE_REMEDY = (
@@ -91,11 +95,20 @@ async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
     if not failed:
         return None
     [(ending, count)] = Counter(episode.ending for episode in failed).most_common(1)
-    first = next(episode for episode in failed if episode.ending is ending)
+    # An agent that fails before any reply is certainly at fault, so that one is shown first.
+    first = min((e for e in failed if e.ending is ending), key=lambda episode: bool(episode.transitions))
     errors = [a.error for a in await store.attempts(first.rollout) if a.attempt == first.attempt and a.error]
     details = f"The first, {first.rollout}:\n{errors[0]}" if errors else ""
-    seen = f"{count} of {len(episodes)} rollouts ended as {ending.value}"
-    return Alarm.of(failures, seen, remedy=REMEDIES.get(ending, ""), details=details)
+    seen, remedy = f"{count} of {len(episodes)} rollouts ended as {ending.value}", REMEDIES.get(ending, "")
+    if first.transitions:
+        seen += ", each after a reply of the model"
+        reply = " ".join(message_text(first.transitions[-1].response).split())
+        details += f"\nThe model had replied: {reply[:_MAX_REPLY] or 'nothing'}"
+    elif first.bypassed:
+        remedy = f"{REMEDIES[Ending.NO_CALL]} It called {', '.join(first.bypassed)}."
+    elif ending is Ending.CRASHED:
+        remedy = f"Fix what the agent raises. If its LLM client reaches no server: {REMEDIES[Ending.NO_CALL]}"
+    return Alarm.of(failures, seen, remedy=remedy, details=details)
 
 
 def asserted_tool_results(episodes: Sequence[Episode]) -> str | None:

@@ -51,7 +51,7 @@ async def train(
     checkpoint; StoreError if the run's store is empty. The folder of a new run is removed if the run cannot be started.
     With a `source` of rollouts on its server, an engine that is lost is started again, and the source goes on;
     `trainer_of` makes the trainer. With `look`, a new run begins with a rollout of the agent that is shown;
-    TrainingError if it does not work.
+    TrainingError if none that is tried ends well.
     """
     config = loaded.config
     if not os.access(run_dir, os.W_OK):
@@ -84,7 +84,7 @@ async def train(
             ) as session:
                 if look and not resume and config.train.patience:
                     try:
-                        await _look(session, observer)
+                        await _look(session, observer, run_dir, begun)
                     except EngineError:
                         begun()  # The agent is not at fault, and the error says how to resume.
                         raise
@@ -157,16 +157,27 @@ async def evaluate(
             return evaluated
 
 
-async def _look(session: Session, observer: Observer) -> None:
-    """Show the agent's first rollout. TrainingError if it fails, and two more do in the same way."""
+async def _look(session: Session, observer: Observer, run_dir: Path, begun: Callable[[], None]) -> None:
+    """Show the agent's first rollout. TrainingError if it and all others that are tried fail in the same way.
+
+    They are kept if the model replied in each of them: `begun` is called then.
+    """
     look = await first_look(session, observer)
     for _, rollout in look.seen:
         observer.say(f"first look: {rollout}")
-    if look.fault is not None:
-        raise TrainingError(
-            f"The agent does not work yet, so training did not begin: {look.fault.seen}. {look.fault.remedy} "
-            f"{look.fault.details}\nTry it with `agl doctor CONFIG`; with train.patience = 0 there is no first look."
+    if look.fault is None:
+        return
+    why, following = "The agent does not work yet, so training", "Try it with `agl doctor CONFIG`"
+    if look.are_answered:
+        begun()
+        why, following = (
+            "Training",
+            f"See them: agl rollouts {run_dir}; train all the same: agl train --resume {run_dir}",
         )
+    raise TrainingError(
+        f"{why} did not begin: {look.fault.seen}. {look.fault.remedy} {look.fault.details}\n{following}; with "
+        f"train.patience = 0 there is no first look."
+    )
 
 
 async def _until_done(trainer: Trainer, observer: Observer) -> signal.Signals | None:

@@ -252,6 +252,10 @@ def check_agent(config: RunConfig, sources: Mapping[str, TaskSource], *, imitate
         )
 
 
+_MAX_LOOKS = 8
+"""Rollouts before training begins, where a policy that is still weak makes an agent fail."""
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """The agent's first rollouts, before it is trained."""
@@ -260,26 +264,32 @@ class Look:
     """Each of them in words, with True if it finished; then problems of the worker."""
     fault: Alarm | None
     """How all of them failed, with the first error and what to do; None: at least one finished."""
+    are_answered: bool = False
+    """True if the model replied in each of them, so that they may have failed by its replies."""
 
 
 async def first_look(session: Session, observer: Observer) -> Look:
     """Run the agent on the first task, as evaluation runs it. PluginError if the reward rules fail.
 
-    If that rollout fails it may be the policy's doing, so two more decide. Where rollouts are recorded none is run.
+    If that rollout fails it may be the policy's doing, so more decide: three in all, or eight if it was after a reply
+    that each of them crashed. Where rollouts are recorded none is run.
     """
     if isinstance(session.tasks["train"], RecordedTasks):
         return Look([], None)
     task = session.tasks["train"].task(0)
     first = Rollout("", session.run, session.restart, "s0-look", task, Mode.EVAL_SAMPLED, 0, 0, position=0)
-    planned = group_of(first, 3)
+    planned = group_of(first, _MAX_LOOKS)
+    episodes: list[Episode] = []
     with observer.phase("first look", 0) as advance:
-        episodes = await session.collector.collect([planned[:1]], advance)
-        if common_failure(episodes) is not None:
-            episodes += await session.collector.collect([[rollout] for rollout in planned[1:]], advance)
-    fault = None if common_failure(episodes) is None else await failures(session.server.store, episodes)
+        for until in (1, 3, _MAX_LOOKS):
+            episodes += await session.collector.collect([[r] for r in planned[len(episodes) : until]], advance)
+            failure, are_answered = common_failure(episodes), all(episode.transitions for episode in episodes)
+            if failure is None or (until == 3 and (failure is not Ending.CRASHED or not are_answered)):
+                break
+    fault = None if failure is None else await failures(session.server.store, episodes)
     problems = session.worker.worker.problems if session.worker and session.worker.worker else {}
     seen = [(episode.ending is Ending.FINISHED, _described(episode)) for episode in episodes]
-    return Look([*seen, *((False, f"problem: {problem}") for problem in problems)], fault)
+    return Look([*seen, *((False, f"problem: {problem}") for problem in problems)], fault, are_answered)
 
 
 def _described(episode: Episode) -> str:
