@@ -104,18 +104,24 @@ async def solve(task, context):
     [
         ("raise KeyError('Ghent')", {"exact_match": {}}, 1, "no rollout finished; all 8 ended as crashed."),
         ("return 'ten'", {"exact_match": {}}, 0, "no group had contrast: every advantage was 0."),
-        ("return 'ten'", {}, 0, "no rollout got a reward."),
+        (
+            "return 10",
+            {},
+            0,
+            "no rollout got a reward. Name a rule in [rewards], or have the agent call agl_core.reward(",
+        ),
+        ("pass", {"exact_match": {}}, 0, "the result was null in all rollouts. Let the agent's function return"),
     ],
-    ids=["crashed", "equal", "unrewarded"],
+    ids=["crashed", "equal", "unrewarded", "null"],
 )
 def test_a_run_that_learned_nothing_says_so_and_why(
     bench: Bench, end: str, rewards: dict[str, Any], status: int, reason: str
 ) -> None:
     """Also where the engine says that it trained on every transition, each with an advantage of 0."""
     folder, state = bench.folder, "failed" if status else "finished"
-    name = f"{state}-{len(rewards)}"
-    (folder / f"ending_{state}.py").write_text(f"{CALLING}    {end}\n")
-    bench.load({"agent.entry": f"ending_{state}:solve", "name": name, "eval.every": 0, "rewards": rewards})
+    name = f"{state}-{len(reason)}"
+    (folder / f"ending_{len(reason)}.py").write_text(f"{CALLING}    {end}\n")
+    bench.load({"agent.entry": f"ending_{len(reason)}:solve", "name": name, "eval.every": 0, "rewards": rewards})
 
     ended = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", str(folder / "train.toml")])
 
@@ -128,7 +134,7 @@ def test_a_run_that_learned_nothing_says_so_and_why(
     [entry] = [run for run in listed if run["folder"].endswith(f"/{name}")]
     assert (entry["state"], entry["verdict"]) == (state, summary["verdict"])
     seen = CliRunner().invoke(app, ["doctor", str(folder / "runs" / name)])
-    assert f"verdict: cannot: {reason}".rstrip(".") in seen.output
+    assert f"verdict: cannot: {reason.partition('.')[0]}" in seen.output
     assert seen.exit_code == status
 
 

@@ -200,10 +200,11 @@ def _summarise(report: AttemptReport, recording: Recording, folder: Path) -> Non
         _say(f"problem: {problem}")
     attempt, episode = report.attempt, report.episode
     calls = {transition.key.call: transition.agent for transition in (*episode.transitions, *episode.undelivered)}
+    results = sum(len(transition.tool_results) for transition in episode.transitions) + len(episode.unjoined)
     agents = sorted({agent for agent in calls.values() if agent})
     by = f" by {', '.join(agents)}" if agents else ""
     ending = attempt.ending.value if attempt.ending else "running"
-    _say(f"{ending}: {amount(len(calls), 'LLM call')}{by}, {amount(len(recording.tool_results), 'tool result')}")
+    _say(f"{ending}: {amount(len(calls), 'LLM call')}{by}, {amount(results, 'tool result')}")
     for address, count in (attempt.bypassed or {}).items():
         _say(f"past agl, and not recorded: {amount(count, 'call')} to {one_line(address, 200)}")
     if attempt.error:

@@ -37,10 +37,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def reported(episode: Episode) -> float | None:
-    """The sum of what the agent itself reported: `agl_core.reward(value)`, or a number that it returned.
-
-    It is the reward of a run that names no rule.
-    """
+    """The sum of what the agent itself reported by `agl_core.reward(value)`: the reward of a run that names no rule."""
     values = [r.value for r in episode.rewards if r.source == AGENT_SOURCE]
     return math.fsum(values) if values else None
 

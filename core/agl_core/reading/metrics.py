@@ -14,7 +14,7 @@ import orjson
 
 from agl_core.training.alarms import FIRST, Alarm, no_contrast, paragraphs
 from agl_core.training.checkpoints import HEADLINE_SET
-from agl_core.training.failures import REMEDIES, no_reward
+from agl_core.training.failures import REMEDIES, no_result, no_reward
 from agl_core.training.metrics import LOSS, METRICS_FILE, counts, is_update_loss
 from agl_core.types import AlarmName, DropReason, Ending, Verdict
 
@@ -193,6 +193,8 @@ def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
         named = sorted(others, key=lambda reason: -dropped[reason])
         reasons = ", ".join(f"{dropped[reason]} {reason}" for reason in named)
         return f"nothing was trained on; dropped: {reasons}. {REMEDIES.get(DropReason(named[0]), '')}".strip()
+    if all(f"alarm/{AlarmName.NO_RESULT}" in step for step in steps):
+        return f"the result was null in all rollouts. {paragraphs(no_result)[1]}"
     return f"no group had contrast: every advantage was 0. {paragraphs(no_contrast)[1]}"
 
 

@@ -77,12 +77,25 @@ def no_reward(episodes: Sequence[Episode]) -> str | None:
     """No rule had anything to say of any rollout of a step, and no agent reported a reward. All rollouts count as 0,
     and nothing can be learned.
 
-    Name a rule in [rewards], or have the agent return a number or call agl_core.reward.
+    Name a rule in [rewards], or have the agent call agl_core.reward(value); what it returns is its result.
     """
     scored = [episode for episode in episodes if episode.dropped is None]
     if not scored or any(map(was_rewarded, scored)):
         return None
     return f"no rule in [rewards] had anything to say of {len(scored)} rollouts, and no agent reported a reward"
+
+
+def no_result(episodes: Sequence[Episode]) -> str | None:
+    """The result was null in all rollouts of a step, and their rewards are equal. A rule that compares the result with
+    the task's answer gives all of them the same.
+
+    Let the agent's function return its answer, unless its rewards rest on other things.
+    """
+    finished = [episode for episode in episodes if episode.ending is Ending.FINISHED]
+    reported = any(reward.source == AGENT_SOURCE for episode in finished for reward in episode.rewards)
+    if not finished or reported or any((e.result, e.terminal) != (None, finished[0].terminal) for e in finished):
+        return None
+    return f"the result was null in all {len(finished)} rollouts"
 
 
 async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
@@ -169,6 +182,8 @@ def checks_in(loaded: LoadedConfig) -> list[Check]:
     rules = [chosen for name, chosen in loaded.rewards.items() if tables[name].weight]
     counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
     checks: list[Check] = [no_reward, contradicted_tool_results]
+    if loaded.config.agent is not None:
+        checks.append(no_result)
     if any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting):
         checks.append(asserted_tool_results)
     if not any(table.weight and any(mode.trains for mode in table.modes) for table in tables.values()):

@@ -22,7 +22,7 @@ from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource, Upstream
 from agl_core.server import LightningServer
 from agl_core.training.alarms import Alarm
-from agl_core.training.failures import StallWatch, common_failure, failures
+from agl_core.training.failures import StallWatch, common_failure, failures, no_result, no_reward
 from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
 from agl_core.training.plan import group_of
@@ -261,7 +261,7 @@ class Look:
     """The agent's first rollouts, before it is trained."""
 
     seen: list[tuple[bool, str]]
-    """Each of them in words, with True if it finished; then problems of the worker."""
+    """Each of them in words, with True if it finished; then what they lack, and problems of the worker."""
     fault: Alarm | None
     """How all of them failed, with the first error and what to do; None: at least one finished."""
     are_answered: bool = False
@@ -289,7 +289,9 @@ async def first_look(session: Session, observer: Observer) -> Look:
     fault = None if failure is None else await failures(session.server.store, episodes)
     problems = session.worker.worker.problems if session.worker and session.worker.worker else {}
     seen = [(episode.ending is Ending.FINISHED, _described(episode)) for episode in episodes]
-    return Look([*seen, *((False, f"problem: {problem}") for problem in problems)], fault, are_answered)
+    lacking = [Alarm.of(check, lack).text for check in (no_reward, no_result) if (lack := check(episodes)) is not None]
+    seen += [(False, text) for text in (*lacking, *(f"problem: {problem}" for problem in problems))]
+    return Look(seen, fault, are_answered)
 
 
 def _described(episode: Episode) -> str:

@@ -244,6 +244,7 @@ class AlarmName(StrEnum):
     GRADIENT_SPIKE = "gradient_spike"
     LOGPROB_GAP = "logprob_gap"
     NO_REWARD = "no_reward"
+    NO_RESULT = "no_result"
     FAILURES = "failures"
     ASSERTED_TOOL_RESULTS = "asserted_tool_results"
     CONTRADICTED_TOOL_RESULTS = "contradicted_tool_results"
@@ -259,6 +260,7 @@ class AlarmName(StrEnum):
 _WITHOUT_THRESHOLD = frozenset(
     {
         AlarmName.NO_REWARD,
+        AlarmName.NO_RESULT,
         AlarmName.FAILURES,
         AlarmName.ASSERTED_TOOL_RESULTS,
         AlarmName.CONTRADICTED_TOOL_RESULTS,

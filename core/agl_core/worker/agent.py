@@ -29,7 +29,7 @@ from agl_core.errors import AgentError, last_frames
 from agl_core.plugins import add_to_path
 from agl_core.types import Ending, Json, Mode, ToolResult
 from agl_core.types.forms import dump_json, without_halves
-from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_REPORTS, MAX_RESULT, Assignment, CloseRequest, RewardReport
+from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_REPORTS, MAX_RESULT, Assignment, CloseRequest
 
 logger = logging.getLogger(__name__)
 
@@ -249,19 +249,26 @@ class TaskPerAttempt:
             )
 
     async def _watch(self) -> None:
-        """Say once that the event loop stood still; the CPU time tells an agent that blocks from a busy machine."""
+        """Say once that an agent kept the event loop; the time that a busy machine took from it does not count."""
         while True:
-            before, used = time.monotonic(), time.process_time()
+            before, waited = time.monotonic(), _seconds_without_cpu()
             await asyncio.sleep(_MAX_BLOCKED / 4)
-            blocked = time.monotonic() - before
+            blocked = time.monotonic() - before - (_seconds_without_cpu() - waited)
             if blocked > _MAX_BLOCKED:
                 logger.warning(
-                    "The agent blocked the worker's event loop for %.0f s (%.1f s of CPU time), and with it all other "
-                    "attempts. Give each attempt a process of its own: set [workers] isolation = 'process'.",
+                    "The agent blocked the worker's event loop for %.0f s, and with it all other attempts. Give each "
+                    "attempt a process of its own: set [workers] isolation = 'process'.",
                     blocked,
-                    time.process_time() - used,
                 )
                 return
+
+
+def _seconds_without_cpu() -> float:
+    """Seconds for which this thread was ready to run and others had the CPU; 0 where the system does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, LookupError):
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +316,7 @@ def crashed(error: BaseException) -> Ended:
 
 
 def closing(ended: Ended, recording: Recording) -> CloseRequest:
-    """The report of an attempt's end; a number as its result is a reward too.
+    """The report of an attempt's end.
 
     A result that is too large or too deep makes it a crash. Beside the result, the largest arguments and results of
     tools are cut until the server takes the report; if that is not enough, the last tool results and rewards are left
@@ -318,8 +325,6 @@ def closing(ended: Ended, recording: Recording) -> CloseRequest:
     if ended.result is not None and (checked := finished(ended.result)).ending is not Ending.FINISHED:
         ended = checked
     tool_results, rewards = list(recording.tool_results), list(recording.rewards)
-    if isinstance(ended.result, int | float) and not isinstance(ended.result, bool):
-        rewards.append(RewardReport(name="result", value=ended.result))
     request = CloseRequest(
         ending=ended.ending,
         result=ended.result,

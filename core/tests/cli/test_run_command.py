@@ -20,7 +20,7 @@ from agl_core.cli import app
 from agl_core.errors import ConfigError
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.testing.scripts import Say
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import running_stack
 from agl_core.types import AttemptKey, Ending, Mode, Task
 from agl_core.wire import WORKER_KEY
@@ -66,6 +66,15 @@ ASKING = """
 import sys
 from openai import OpenAI
 OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": sys.argv[1]}])
+"""
+
+
+TOOLS = """
+from openai import OpenAI
+asked = [{"role": "user", "content": "1 + 2?"}]
+reply = OpenAI().chat.completions.create(model="any", messages=asked).choices[0].message
+asked += [reply, {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "3"}]
+OpenAI().chat.completions.create(model="any", messages=asked)
 """
 
 
@@ -124,14 +133,15 @@ def test_a_python_without_agl_is_recorded_and_the_loss_is_told(running: Bench) -
     broken = running.folder / "broken" / "agl_core"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('not for this Python')\n")
-    running.script("agent.py", ASKING)
+    running.script("agent.py", TOOLS)
+    running.answers(*[CallTools([("add", {"a": 1})])] * 6)
 
     result = running.run("env", f"PYTHONPATH={SITE}{os.pathsep}{broken.parent}", sys.executable, "agent.py", "hi")
 
     assert result.returncode == 0, result.stderr
     assert "agl could not attach to" in result.stderr
     assert "ImportError: not for this Python" in result.stderr
-    assert len(running.recorded()[2].transitions) == 1
+    assert "finished: 2 LLM calls, 1 tool result\n" in result.stderr, "as the conversation shows"
 
 
 @pytest.mark.parametrize(

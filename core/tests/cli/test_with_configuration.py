@@ -107,7 +107,7 @@ CONFIG = """
 """
 
 AGENT = """
-    import openai
+    import agl_core, openai
 
     CLIENT = openai.OpenAI()
 
@@ -115,7 +115,8 @@ AGENT = """
         client = openai.OpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0)
         messages = [{"role": "user", "content": str(task)}]
         message = client.chat.completions.create(model="default", messages=messages).choices[0].message
-        return 0.5
+        agl_core.reward(0.5)
+        return 3.0
 """
 
 PROGRAM = """
@@ -213,10 +214,10 @@ def test_doctor_finds_what_keeps_a_run_from_its_start(
 
 BROKEN = {
     "a key that its input does not have": (
-        ("return 0.5", "return task['question']"),
+        ("return 3.0", "return task['question']"),
         ("crashed, 1 calls", "TypeError: string indices must be integers"),
     ),
-    "no call": (("message = client", "return 0.5\n        message = client"), ("no_call, 0 calls", "OPENAI_BASE_URL")),
+    "no call": (("message = client", "return 3.0\n        message = client"), ("no_call, 0 calls", "OPENAI_BASE_URL")),
     "an address of its own": (
         ("context.base_url", "'http://127.0.0.1:9/v1'"),
         (
