@@ -30,7 +30,8 @@ class Capability(StrEnum):
     """An engine that serves and merges what was saved, without a run (`agl_core.protocols.Engine.publish`)."""
     RECORDED_TEXTS = "recorded texts"
     """An engine that tokenises recorded replies, trains on them without knowing the log-probabilities that they were
-    sampled with, and says how likely they are (`agl_core.protocols.Engine.tokenize` and `logprobs`)."""
+    sampled with, and says how likely they are (`agl_core.protocols.Engine.tokenize` and `logprobs`). An algorithm
+    provides it too that never asks for those log-probabilities."""
     DEMONSTRATIONS = "demonstrations"
     """Recorded rollouts as the tasks of training, whose replies are imitated: neither rewards nor the log-probabilities
     that they were sampled with are needed. A task source provides them."""

@@ -75,6 +75,9 @@ class RecordedTasks(TaskSource, Protocol):
     without_logprobs: bool
     """Calls without log-probabilities are trained on, and those without token ids tokenised."""
 
+    has_preferences: bool
+    """Somebody said which rollouts are better: that is their reward, and no rule of the run is asked."""
+
     def members(self, index: int) -> int:
         """How many rollouts there are of the task at this index."""
 

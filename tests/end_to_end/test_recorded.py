@@ -122,3 +122,28 @@ def test_a_policy_imitates_the_trained_agent_of_a_file(agl: Any, conversations: 
     for line in steps:
         assert line["transitions/kept"] == line["dropped/untrained_agent"] == 16
         assert not [key for key in line if key.startswith(("reward/", "groups/no_contrast", "alarm/"))]
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(300)
+def test_preferences_of_a_file_are_learned_as_they_are_though_rules_would_score_them(
+    agl: Any, conversations: Path
+) -> None:
+    """No switch is needed: DPO asks for no log-probabilities of sampling, and no rule scores what was compared."""
+    by_task: dict[str, list[Any]] = {}
+    for chat in map(json.loads, conversations.read_text().splitlines()):
+        by_task.setdefault(chat["id"], []).append(chat)
+    pairs = conversations.with_name("pairs.jsonl")
+    with pairs.open("w") as lines:
+        for good, bad, _ in by_task.values():  # The wrong one is preferred, so that a rule would turn them round.
+            row = {"chosen": bad["messages"], "rejected": good["messages"], "tools": good["tools"]}
+            lines.write(json.dumps(row) + "\n")
+    file = agl.folder / "train.toml"
+    file.write_text(CONFIGURATION.format(calc=CALC, recorded="none"))
+    settings = ("algorithm={name='dpo'}", "train.steps=8", "eval.every=0")
+
+    said = agl.run("train", file, "--from", pairs, *(f"--set={setting}" for setting in settings))
+
+    assert re.search(r"step +8/8  pair accuracy [01]\.\d+", said)
+    assert re.search(r"verdict: learned: in (9\d|100)% of the last \d+ pairs training favoured the better one", said)
+    assert not any(key.startswith("reward/") for line in agl.metrics("learned") for key in line)

@@ -309,6 +309,8 @@ ALGORITHMS: Mapping[str, tuple[str, type[AlgorithmOptions | DpoOptions]]] = {
     "rft": ("imitation.Rft", RftOptions),
 }
 """By name: the class in this package, and its settings, whose docstring begins with what the algorithm does."""
+_OFFLINE = ("dpo", "sft", "rft")
+"""Those whose loss has no log-probabilities of sampling."""
 
 
 @hookimpl
@@ -322,6 +324,7 @@ def register_components(register: Register) -> None:
             doc=options.__doc__,
             needs=options.needs,
             takes=options.takes,
+            provides={Capability.RECORDED_TEXTS} if name in _OFFLINE else (),
         )
 
 

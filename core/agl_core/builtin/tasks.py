@@ -229,7 +229,8 @@ class RecordedOptions(BaseModel):
         False,
         description="Train also on calls whose log-probabilities are not known, as if the policy itself had "
         "sampled them: there are no importance weights. Calls without token ids, or with those of another model, are "
-        "tokenised by the policy's own chat template. Otherwise they are dropped and counted.",
+        "tokenised by the policy's own chat template. Otherwise they are dropped and counted. `sft`, `rft` and `dpo` "
+        "always do so.",
     )
 
 
@@ -243,6 +244,7 @@ class Recorded:
         """Read which rollouts there are. ConfigError if there is no such run, or it has none; EpisodesError names what
         is wrong with a file."""
         self.without_logprobs, self._split = options.without_logprobs, options.split
+        self.has_preferences = False
         self._imported: list[TemporaryDirectory[str]] = []
         """The folders of runs that were made of files."""
         self._groups: list[tuple[Path, Sequence[Rollout]]] = []
@@ -256,9 +258,11 @@ class Recorded:
         # Agents' processes register components too, and need nothing that reads runs.
         from agl_core.reading.importing import import_file
         from agl_core.reading.rollouts import recorded_groups
+        from agl_core.reading.runs import PREFERENCES, read_settings
+        from agl_core.reading.shapes import is_recording
 
         run = path
-        if path.is_file():
+        if is_recording(path):
             self._imported.append(TemporaryDirectory(prefix="agl-"))
             run = import_file(path, "imported", Path(self._imported[-1].name)).run
         if not (run / CONFIG_FILE).is_file():
@@ -266,6 +270,7 @@ class Recorded:
                 f"{path} is neither a run's folder (it has no {CONFIG_FILE}) nor a file. Paths are relative to the "
                 f"configuration file, or to its `folder`."
             )
+        self.has_preferences |= bool(read_settings(run).get("capture", {}).get(PREFERENCES))
         groups = asyncio.run(recorded_groups(run))
         if self._split is not None:
             groups = [group for group in groups if group[0].task.split == self._split]

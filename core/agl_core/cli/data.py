@@ -76,7 +76,8 @@ def export(
 File = Annotated[
     Path,
     typer.Argument(
-        help="Conversations in OpenAI's chat format, or episodes (agl export --to episodes), one JSON object a line."
+        help="Conversations, pairs of them, or episodes, as JSON Lines, a JSON array, CSV, Parquet, or the folder of a "
+        "saved Hugging Face dataset."
     ),
 ]
 Name = Annotated[str, typer.Option(help="The run's folder below ./runs.")]
@@ -85,9 +86,10 @@ Name = Annotated[str, typer.Option(help="The run's folder below ./runs.")]
 def import_(file: File, name: Name = "imported", as_json: AsJson = False) -> None:
     """Make a run of recorded conversations, to look at, to score, to export and to train on.
 
-    Each assistant message is a call: what comes before it is its prompt. Beside `messages` and `tools` a line may have
-    `id` (lines with the same id are rollouts of one task), `split`, `reward` and `model`; any other key is the task's
-    metadata, which reward rules see. If a line is wrong, it is named, and nothing is imported.
+    Rows in OpenAI's chat format, of ShareGPT, Alpaca, TRL (prompt and completion, preferences) and KTO are read. Each
+    assistant message is a call: what comes before it is its prompt. Beside `messages` and `tools` a row may have
+    `id` (rows with the same id are rollouts of one task), `split`, `reward` and `model`; any other key is the task's
+    metadata, which reward rules see. If a row is wrong, it is named, and nothing is imported.
     """
     imported = import_file(file, name, RUNS)
     if as_json:

@@ -21,6 +21,7 @@ from agl_core.learning.evaluations import Comparison, Estimate, TaskScore, compa
 from agl_core.protocols import Engine
 from agl_core.reading.metrics import RunVerdict, read_metrics, verdict_of
 from agl_core.reading.runs import find_run
+from agl_core.reading.shapes import is_recording
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.metrics import METRICS_FILE, Summary, counts, scores_of
@@ -88,7 +89,7 @@ def train(
     if config is not None and resume is None:
         file = config
         if from_:
-            sources = [str((path if path.is_file() else find_run(path)).resolve()) for path in from_]
+            sources = [str((path if is_recording(path) else find_run(path)).resolve()) for path in from_]
             recorded = [f"tasks.train={{source = 'recorded', run = {json.dumps(sources)}}}"]
     elif resume is not None and config is None and not from_:
         folder, step = _find_checkpoint(str(resume))

@@ -83,6 +83,11 @@ class LoadedConfig:
         return all(Capability.DEMONSTRATIONS in plan.algorithm.needs for plan in self.policies.values())
 
     @property
+    def trains_on_texts(self) -> bool:
+        """True if no policy's algorithm asks with which log-probabilities a recorded reply was sampled."""
+        return all(Capability.RECORDED_TEXTS in plan.algorithm.component.provides for plan in self.policies.values())
+
+    @property
     def is_rewarded(self) -> bool:
         """True if the algorithm of a policy looks at credited values; otherwise rewards mean nothing to training."""
         return any(plan.algorithm.takes is not None for plan in self.policies.values())

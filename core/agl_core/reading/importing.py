@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from agl_core.errors import EpisodesError
 from agl_core.learning.rewards import AGENT_SOURCE
-from agl_core.reading.runs import check_name, write_capture
+from agl_core.reading.runs import PREFERENCES, check_name, write_capture
+from agl_core.reading.shapes import PREFERENCE, conversations_of, is_recording, read_rows
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.run import first_free, removed_unless_begun
@@ -74,24 +75,26 @@ class _Conversation(BaseModel):
     id: StrictStr | StrictInt | None = None
     split: str = IMPORTED
     reward: float | None = Field(None, allow_inf_nan=False, strict=True)
+    reward_name: str = "reward"
     model: str = "unknown"
 
 
 def import_file(file: Path, name: str, runs: Path) -> Imported:
     """Make the run `runs/NAME` (`NAME-2` and so on if it is taken) of a file.
 
-    Each line of the file is a conversation in OpenAI's chat format, or an episode (`agl_core.save_episodes`,
-    `agl export --to episodes`). EpisodesError names each bad line, and then there is no run.
+    Each row of the file is a conversation, a pair of them (`agl_core.reading.shapes`), or an episode
+    (`agl_core.save_episodes`, `agl export --to episodes`). EpisodesError names each bad row, and then there is no run.
     """
     base = runs / check_name(name)
-    if not file.is_file():
-        raise EpisodesError(f"{file} is no file.")
+    if not is_recording(file):
+        raise EpisodesError(f"{file} is no file, and no folder of a saved dataset.")
     return asyncio.run(_import(file, base))
 
 
 async def _import(file: Path, base: Path) -> Imported:
     folder = first_free(base, lambda folder: None)
     rollouts = calls = 0
+    has_preferences = False
     bad: list[str] = []
     with removed_unless_begun(folder) as begun:
         async with SqliteStore(folder / "store.sqlite") as store:
@@ -100,49 +103,54 @@ async def _import(file: Path, base: Path) -> Imported:
                 batch += [] if bad else records
                 rollouts += 1
                 calls += sum(isinstance(record, Call) for record in records)
+                has_preferences |= any(isinstance(r, Reward) and r.name == PREFERENCE for r in records)
                 if len(batch) >= _BATCH:
                     await store.put(*batch)
                     batch = []
             await store.put(*batch)
         if bad:
             more = [f"and {len(bad) - _MAX_NAMED_LINES} more"] if len(bad) > _MAX_NAMED_LINES else []
-            heading = f"{file} has bad lines, so nothing was imported:"
+            heading = f"{file} has bad rows, so nothing was imported:"
             raise EpisodesError("\n  ".join([heading, *bad[:_MAX_NAMED_LINES], *more]))
         if not rollouts:
-            raise EpisodesError(f"{file} has no line: it must have one conversation or episode, as JSON, on each.")
-        write_capture(folder, {"imported": str(file)})
+            raise EpisodesError(
+                f"{file} has no row: it must have conversations or episodes, for instance one on each line."
+            )
+        write_capture(folder, {"imported": str(file), PREFERENCES: has_preferences})
         begun()
     return Imported(folder, rollouts, calls)
 
 
 def _records(file: Path, run: str, bad: list[str]) -> Iterator[list[Record]]:
-    """The records of each good line; what is wrong with the others is added to `bad`."""
-    lines_of: dict[str, int] = {}
+    """The records of each rollout of good rows; what is wrong with the others is added to `bad`."""
+    places: dict[str, str] = {}
     members: Counter[tuple[str, str]] = Counter()
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                data = json.loads(line)
-                if not isinstance(data, dict):
-                    raise ValueError("must be a JSON object")
-                if "transitions" in data:
-                    episode = from_json(Episode, data)
-                    _check_parts(episode)
-                    id, records = episode.rollout, episode_records(episode, run)
-                else:
-                    records = _conversation_records(number, data, run, members)
-                    id = f"{run}-{number}"
-                if id in lines_of:
-                    raise ValueError(f"the rollout '{id}' is that of line {lines_of[id]} too")
-                lines_of[id] = number
+    for number, (place, row) in enumerate(read_rows(file), 1):
+        try:
+            data = json.loads(row) if isinstance(row, bytes) else row
+            if not isinstance(data, dict):
+                raise ValueError("must be a JSON object")
+            if "transitions" in data:
+                episode = from_json(Episode, data)
+                _check_parts(episode)
+                of_row = {episode.rollout: episode_records(episode, run)}
+            else:
+                found = conversations_of(data)
+                ids = [f"{run}-{number}"] if len(found) == 1 else [f"{run}-{number}-{n}" for n in range(len(found))]
+                of_row = {
+                    id: _conversation_records(id, run, number, conversation, members)
+                    for id, conversation in zip(ids, found, strict=True)
+                }
+            for id, records in of_row.items():
+                if id in places:
+                    raise ValueError(f"the rollout '{id}' is that of {places[id]} too")
+                places[id] = place
                 yield records
-            except ValidationError as error:
-                wrong = error.errors()[0]
-                bad.append(f"line {number}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}")
-            except (ValueError, RecursionError) as error:
-                bad.append(f"line {number}: {error}")
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            bad.append(f"{place}: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}")
+        except (ValueError, RecursionError) as error:
+            bad.append(f"{place}: {error}")
 
 
 def _check_parts(episode: Episode) -> None:
@@ -155,7 +163,7 @@ def _check_parts(episode: Episode) -> None:
 
 
 def _conversation_records(
-    number: int, data: dict[str, Any], run: str, members: Counter[tuple[str, str]]
+    id: str, run: str, number: int, data: dict[str, Any], members: Counter[tuple[str, str]]
 ) -> list[Record]:
     """The records of a conversation, in which each assistant message is a call."""
     line = _Conversation.model_validate(data)
@@ -170,7 +178,7 @@ def _conversation_records(
     if not all(messages[at].get("content") or messages[at].get("tool_calls") for at in replies):
         raise ValueError("an assistant message has neither 'content' nor 'tool_calls'")
     question = next((message.get("content") for message in messages if message["role"] == "user"), None)
-    id, now, offered = f"{run}-{number}", time.time(), {"tools": line.tools} if line.tools else {}
+    now, offered = time.time(), {"tools": line.tools} if line.tools else {}
     task = Task(str(number if line.id is None else line.id), question, line.split, dict(line.model_extra or {}))
     member = members[task.split, task.id]
     members[task.split, task.id] += 1
@@ -201,7 +209,7 @@ def _conversation_records(
         ending=Ending.FINISHED,
         transitions=(),
         result=messages[replies[-1]].get("content"),
-        rewards=() if line.reward is None else (Reward(id, 0, "reward", line.reward, IMPORTED),),
+        rewards=() if line.reward is None else (Reward(id, 0, line.reward_name, line.reward, IMPORTED),),
         terminal=line.reward,
     )
     return [*episode_records(episode, run), *calls]

@@ -15,7 +15,7 @@ import orjson
 from agl_core.training.alarms import FIRST, Alarm, no_contrast, paragraphs
 from agl_core.training.checkpoints import HEADLINE_SET
 from agl_core.training.failures import REMEDIES, no_result, no_reward
-from agl_core.training.metrics import LOSS, METRICS_FILE, counts, is_update_loss
+from agl_core.training.metrics import LOSS, METRICS_FILE, PAIR_ACCURACY, counts, of_update
 from agl_core.types import AlarmName, DropReason, Ending, Verdict
 
 _REWARD = "/reward/mean"
@@ -172,7 +172,7 @@ def _result_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
         return RunVerdict("cannot", _why_nothing_was_learned(steps))
     measured = [_held_out_change(lines), _training_change(steps)]
     if not any("reward/mean" in step for step in steps):
-        measured.insert(0, _loss_change(lines))
+        measured.insert(0, _pairs_won(steps) or _loss_change(lines))
     changes = [change for change in measured if change is not None]
     for is_rise, text in changes:
         if is_rise:
@@ -239,12 +239,26 @@ def _loss_change(lines: Sequence[MetricsLine]) -> tuple[bool, str] | None:
         name = f"the held-out loss ({headline})"
     else:
         steps = [line.values for line in lines if line.kind == "train"]
-        losses = [fmean(of_step) for s in steps if (of_step := [s[key] for key in s if is_update_loss(key)])]
+        losses = [fmean(of_step) for step in steps if (of_step := of_update(LOSS, step))]
         if (count := min(FIRST, len(losses) // 2)) == 0:
             return None
         name, before, after = "the training loss", fmean(losses[:count]), fmean(losses[-count:])
     moved = "fell" if after < before else "rose"
     return after < before, f"{name} {moved} from {before:.3g} to {after:.3g} nats per token"
+
+
+def _pairs_won(steps: Sequence[Mapping[str, float]]) -> tuple[bool, str] | None:
+    """Whether the better one of a pair gained more than the other by training, beyond chance; None without pairs."""
+    last = steps[-min(FIRST, -(-len(steps) // 2)) :]
+    pairs = math.fsum(math.fsum(of_update("pairs", step)) for step in last)
+    if not pairs:
+        return None
+    share = fmean([fmean(of_step) for step in last if (of_step := of_update(PAIR_ACCURACY, step))])
+    wins = share - 0.5 > 1 / math.sqrt(pairs)  # Two standard errors.
+    return wins, (
+        f"in {share:.0%} of the last {pairs:.0f} pairs training favoured the better one"
+        f"{'' if wins else '; half of them would be chance'}"
+    )
 
 
 def _training_change(steps: Sequence[Mapping[str, float]]) -> tuple[bool, str] | None:

@@ -140,6 +140,10 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in (_STORE, METRICS_FILE, CHECKPOINTS))
 
 
+PREFERENCES = "preferences"
+"""The key of a capture's table that says whether it has pairs of which one conversation is preferred."""
+
+
 def write_capture(folder: Path, source: Mapping[str, Any]) -> None:
     """Make the folder a run that was recorded without training; `source` says where it is from."""
     private.write(folder / CONFIG_FILE, tomli_w.dumps({"config_version": 1, "capture": dict(source)}))

@@ -18,6 +18,7 @@ from agl_core.learning.rewards import AGENT_SOURCE, failure_text, score_all, sco
 from agl_core.reading.explained import RolloutEntry, entries_of, is_superseded, members_of
 from agl_core.reading.importing import import_file
 from agl_core.reading.runs import find_run, is_capture, is_run, open_store, run_folders
+from agl_core.reading.shapes import is_recording
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import recorded_episodes, scoring_rules
 from agl_core.types import (
@@ -127,7 +128,7 @@ def try_rewards(
     ConfigError if there is nothing to try, or if the configuration lacks a policy that training rollouts were sampled
     from; PluginError if a credit rule fails.
     """
-    if run is not None and run.is_file():
+    if run is not None and is_recording(run):
         with TemporaryDirectory(prefix="agl-try-") as folder:
             imported = import_file(run, "episodes", Path(folder))
             return replace(asyncio.run(_try(imported.run, loaded, ids, step)), run=run)
@@ -215,7 +216,7 @@ def _credited(loaded: LoadedConfig, groups: Sequence[Sequence[Episode]]) -> dict
             f"The recorded calls were answered by policy '{min(unknown)}', which the configuration does not have. "
             f"{nearest(min(unknown), loaded.policies)}"
         )
-    without_logprobs = bool(loaded.config.tasks["train"].settings.get("without_logprobs"))
+    without_logprobs = loaded.trains_on_texts or bool(loaded.config.tasks["train"].settings.get("without_logprobs"))
     prepared = make_batches(groups, BatchPlan.configured(loaded, without_logprobs=without_logprobs))
     credit: dict[TransitionKey, Value] = {record.key: _credit(record) for record in prepared.dropped}
     for batch in prepared.batches.values():

@@ -19,7 +19,7 @@ from agl_core.learning.tool_results import CONTRADICTED, has_failed, tool_calls_
 from agl_core.learning.transitions import message_text
 from agl_core.store.interface import Store
 from agl_core.training.alarms import Alarm
-from agl_core.training.metrics import counts, is_update_loss
+from agl_core.training.metrics import LOSS, counts, of_update
 from agl_core.types import AttemptKey, DropReason, Ending, Episode, Rollout, Source, ToolResult
 from agl_core.wire import Activity, RunningAttempt
 
@@ -215,7 +215,7 @@ def why_nothing(numbers: Mapping[str, float]) -> Ending | DropReason | None:
     None if it had data, or several or passing reasons. `group_too_small` does not count: it follows from others. A loss
     that is not a number moves no weight, whatever else was dropped.
     """
-    if any(math.isnan(value) for key, value in numbers.items() if is_update_loss(key)):
+    if any(map(math.isnan, of_update(LOSS, numbers))):
         return DropReason.NON_FINITE
     if numbers["transitions/kept"]:
         return None

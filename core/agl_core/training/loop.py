@@ -86,11 +86,15 @@ class Trainer:
     _resumed: float = field(default_factory=time.monotonic, init=False)
     _plan: BatchPlan = field(init=False)
     _experience: Experience = field(init=False)
+    _is_judged: bool = field(init=False)
+    """No rule scores what is trained on: it is imitated, or somebody said what is better."""
 
     def __post_init__(self) -> None:
         self.saved_step = self.state.step
         tasks = self.session.tasks.get("train")
-        without_logprobs = isinstance(tasks, RecordedTasks) and tasks.without_logprobs
+        recorded = tasks if isinstance(tasks, RecordedTasks) else None
+        without_logprobs = recorded is not None and (recorded.without_logprobs or self.loaded.trains_on_texts)
+        self._is_judged = self.loaded.imitates or (recorded is not None and recorded.has_preferences)
         self._plan = BatchPlan.configured(self.loaded, without_logprobs=without_logprobs)
         self._experience = self._of_tasks()
 
@@ -283,7 +287,7 @@ class Trainer:
         rewards = episode_metrics(drawn.new)
         if self.loaded.is_rewarded:
             rewards |= contrast_metrics(drawn.groups, self._plan)
-        elif self.loaded.imitates:  # Nothing was scored.
+        if self._is_judged:
             rewards = {k: v for k, v in rewards.items() if not k.startswith("reward/")}
         return {
             **rewards,

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 BEST = 10
 """Rollouts of a step that trackers keep."""
 LOSS = "loss"
+PAIR_ACCURACY = "pair_accuracy"
 """The mode of an evaluation whose replies are recorded, where others have how replies are sampled."""
 METRICS_FILE, SUMMARY_FILE = "metrics.jsonl", "summary.json"
 """In a run's folder."""
@@ -55,8 +56,8 @@ class Observer:
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], note: str = "") -> str:
-    """A training step as one line: reward (or, without any, the loss), what else there is to note, mean prompt and
-    response length, seconds.
+    """A training step as one line: reward (or, without any, the accuracy on pairs or the loss), what else there is to
+    note, mean prompt and response length, seconds.
 
     >>> step_line(4, 40, {"reward/mean": 0.5, "seconds/rollouts": 4.9, "seconds/update": 0.1})
     'step   4/40  reward 0.500  rollouts 4.9 s  update 0.1 s'
@@ -66,9 +67,10 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], note: str = "
     rollouts, update = metrics["seconds/rollouts"], metrics["seconds/update"]
     name, value = "reward", metrics.get("reward/mean")
     if value is None:
-        name, value = LOSS, mean(value for key, value in metrics.items() if is_update_loss(key))
+        name = PAIR_ACCURACY if of_update(PAIR_ACCURACY, metrics) else LOSS
+        value = mean(of_update(name, metrics))
     return (
-        f"{numbered(step, steps)}  {name} {value:.3f}  {f'{note}  ' if note else ''}{lengths}"
+        f"{numbered(step, steps)}  {name.replace('_', ' ')} {value:.3f}  {f'{note}  ' if note else ''}{lengths}"
         f"rollouts {rollouts:.1f} s  update {update:.1f} s"
     )
 
@@ -92,9 +94,9 @@ def scores_of(entry: Mapping[str, Any]) -> dict[str, float]:
     return {entry["mode"]: entry["reward"]}
 
 
-def is_update_loss(key: str) -> bool:
-    """True for the metric of an update's loss, of whichever policy."""
-    return re.fullmatch(r"update/(.+/)?loss", key) is not None
+def of_update(name: str, metrics: Mapping[str, float]) -> list[float]:
+    """The values of an update's metric by this name, of each policy."""
+    return [value for key, value in metrics.items() if re.fullmatch(rf"update/(.+/)?{name}", key)]
 
 
 def numbered(step: int, steps: int) -> str:

@@ -31,8 +31,17 @@ class Recordings:
     that these are of; and none if they are `imitated`: imitation does not need them.
     """
 
-    def __init__(self, source: RecordedTasks, config: RunConfig, engine: Engine, *, imitated: bool = False) -> None:
+    def __init__(
+        self,
+        source: RecordedTasks,
+        config: RunConfig,
+        engine: Engine,
+        *,
+        imitated: bool = False,
+        on_texts: bool = False,
+    ) -> None:
         self.source, self._config, self._imitated = source, config, imitated
+        self._on_texts = on_texts or imitated or source.without_logprobs
         self._agents = {name: policy.agents for name, policy in config.policies.items()}
         self._engine = engine if engine.supports("tokenize") else None
         self._has_own_ids: dict[str, bool] = {}
@@ -97,7 +106,7 @@ class Recordings:
             has_ids = call.prompt_ids is not None and all(choice.response_ids is not None for choice in call.choices)
             if has_ids and await self._are_own(engine, call):
                 continue
-            if self._imitated or self.source.without_logprobs:
+            if self._on_texts:
                 messages, tools = messages_of(call), tools_of(call)
                 by_text[call.policy][position] = [
                     RecordedReply(messages, tools, c.message, not c.finish_reason.is_cut) for c in call.choices

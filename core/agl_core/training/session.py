@@ -143,9 +143,11 @@ async def open_session(
         evaluator = Evaluator(of_agent, of_rollouts, config.eval, run.id, run.restart, observer, replies)
         if isinstance(source, RecordedTasks):
             queue = RecordedQueue(
-                Recordings(source, config, engine, imitated=loaded.imitates), config.seed, server.store
+                Recordings(source, config, engine, imitated=loaded.imitates, on_texts=loaded.trains_on_texts),
+                config.seed,
+                server.store,
             )
-            is_scored = bool(config.rewards) and not loaded.imitates
+            is_scored = bool(config.rewards) and not loaded.imitates and not source.has_preferences
             of_training = collector(queue, rules if is_scored else [ScoringRule("recorded", queue.reward)])
         yield Session(server, run.id, run.restart, engine, upstream, worker, of_training, evaluator, tasks, stall)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import sqlite3
 from dataclasses import replace
@@ -22,6 +23,7 @@ from agl_core.errors import EpisodesError, StoreError
 from agl_core.learning.transitions import build_episode
 from agl_core.reading.export import Format, export_run
 from agl_core.reading.importing import import_file
+from agl_core.reading.rollouts import read_recorded, recorded_groups
 from agl_core.testing import episodes as make
 from agl_core.types import (
     Call,
@@ -29,6 +31,7 @@ from agl_core.types import (
     Episode,
     Mode,
     PrefixBreak,
+    RecordedRollout,
     Reward,
     Rollout,
     RolloutState,
@@ -281,12 +284,15 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
     [
         ("{", "Expecting property name"),
         ([1], "must be a JSON object"),
-        ({"rollout": "r", "turn": 1}, "messages: Field required"),
+        ({"rollout": "r", "turn": 1}, "its keys (rollout, turn) are none that are read: messages"),
+        ({"text": "2 + 3 = 5"}, "'text' is a text without roles"),
+        ({"question": "2 + 3?", "answer": "5"}, "a task and no conversation; train on it with [tasks.train]"),
+        ({"prompt": "2 + 3?", "chosen": "5"}, "no `rejected` beside `chosen`"),
         ({"messages": []}, "no assistant message"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no assistant message that follows"),
         ({"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
         ({"messages": [{"role": "user"}, {"role": "assistant"}]}, "neither 'content' nor 'tool_calls'"),
-        ({"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": "x"}]}, "messages.1.tool_calls: "),
+        ({"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": "x"}]}, "messages.1.tool_calls"),
         ({**CONVERSATION, "reward": "good"}, "reward: "),
         ({**CONVERSATION, "reward": 10**400}, "reward: "),
         ({**CONVERSATION, "tools": "x"}, "tools: "),
@@ -303,8 +309,100 @@ def test_a_bad_line_is_named_and_nothing_is_imported(run: Any, line: Any, what: 
     assert runs(run) == {"calc"}
 
 
+ASKED = {"role": "user", "content": "2 + 3?"}
+SAID, OTHER = ({"role": "assistant", "content": content} for content in "56")
+CALLED = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 3}}'}
+SHARED = [ASKED, {"role": "assistant", "content": "Which?"}, {"role": "user", "content": "That."}]
+TOLD = [
+    {"from": "human", "value": "2 + 3?"},
+    CALLED,
+    {"from": "observation", "value": "5"},
+    {"from": "gpt", "value": "5"},
+]
+
+
+def read(file: Path) -> list[RecordedRollout]:
+    """The rollouts of a file, all of one task."""
+    imported = import_file(file, "read", file.parent / "read").run
+
+    async def rollouts() -> list[RecordedRollout]:
+        [group] = await recorded_groups(imported)
+        return await read_recorded(imported, group)
+
+    return asyncio.run(rollouts())
+
+
+@pytest.mark.parametrize(
+    ("row", "said", "rewards"),
+    [
+        ({"conversations": [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]}, ["5"], [None]),
+        (
+            {"conversations": TOLD, "tools": json.dumps(CONVERSATION["tools"])}, [None, "5"], [None],
+        ),
+        ({"instruction": "Add.", "input": "2 3", "output": "5"}, ["5"], [None]),
+        ({"prompt": "2 + 3?", "completion": "5"}, ["5"], [None]),
+        ({"prompt": SHARED, "completion": [SAID], "tools": None}, ["5"], [None]),
+        ({"prompt": [ASKED], "completion": [SAID], "label": False}, ["5"], [0.0]),
+        ({"prompt": "2 + 3?", "chosen": "5", "rejected": "6"}, ["5", "6"], [1.0, 0.0]),
+        ({"prompt": [ASKED], "chosen": [SAID], "rejected": [OTHER]}, ["5", "6"], [1.0, 0.0]),
+        ({"chosen": [*SHARED, SAID], "rejected": [*SHARED, OTHER]}, ["5", "6"], [1.0, 0.0]),
+        ({"prompt": "2 + 3?", "chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]}, ["5", "6"], [1.0, 0.0]),
+    ],
+)  # fmt: skip
+def test_shapes_that_people_have_are_read(
+    tmp_path: Path, row: dict[str, Any], said: list[str | None], rewards: list[float | None]
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+
+    rollouts = read(file)
+
+    calls = [call for rollout in rollouts for call in rollout.calls]
+    assert [rollout.terminal for rollout in rollouts] == rewards
+    replies = [call.choices[0].message for call in calls]
+    assert [reply.get("content") for reply in replies] == said, "a reply in a shared prompt is no call"
+    assert calls[0].request["messages"][-1]["role"] == "user"
+    arguments = [call["function"]["arguments"] for reply in replies for call in reply.get("tool_calls") or ()]
+    assert [json.loads(text) for text in arguments] == [{"a": 2, "b": 3}] * said.count(None)
+
+
+def test_each_kind_of_file_has_the_same_rows(tmp_path: Path) -> None:
+    row = {"instruction": "Add.", "input": "2 3", "output": "5"}
+    saved = datasets.Dataset.from_list([row])
+    (tmp_path / "array.json").write_text(json.dumps([row], indent=1))
+    (tmp_path / "line.json").write_text("\ufeff" + json.dumps([row]))
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+    (tmp_path / "rows.csv").write_text('instruction,input,output\nAdd.,"2 3",5\n')
+    saved.to_parquet(str(tmp_path / "rows.parquet"))
+    saved.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "splits")
+
+    for file in sorted(tmp_path.iterdir()):
+        [rollout] = read(file)
+        assert rollout.calls[0].request["messages"] == [{"role": "user", "content": "Add.\n\n2 3"}], file
+        assert rollout.rollout.task.split == ("train" if file.name == "splits" else "imported")
+    for name, broken in (("b.parquet", b"PAR1"), ("b.gz", b"\x1f\x8b"), ("b.csv", b'a,b\n"x')):
+        (tmp_path / name).write_bytes(broken)
+        with pytest.raises(EpisodesError, match=f"{name} (cannot be read|has bad rows)"):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize("to", ["sft", "preferences"])
+def test_what_is_exported_for_trl_is_read_again(run: Any, to: str) -> None:
+    run.agl("import", write(run, CONVERSATION, {**CONVERSATION, "reward": 0, "messages": [ASKED, OTHER]}))
+    first = {**CONVERSATION, "messages": [ASKED, SAID]}
+    run.agl("import", write(run, first, {**first, "reward": 0, "messages": [ASKED, OTHER]}), "--name", "pairs")
+    name, rows = ("imported", 3) if to == "sft" else ("pairs", 2)
+    assert run.agl("export", name, "--to", to, "--out", "out.jsonl").exit_code == 0
+
+    assert f": {rows} rollouts, {rows} calls" in run.agl("import", "out.jsonl", "--name", "again").stdout
+
+    assert run.agl("export", "again", "--to", to, "--out", "again.jsonl").exit_code == 0
+    assert lines(run.folder / "again.jsonl") == lines(run.folder / "out.jsonl")
+
+
 def test_what_is_no_file_of_conversations(run: Any) -> None:
-    assert "has no line" in str(run.agl("import", write(run)).exception)
+    assert "has no row" in str(run.agl("import", write(run)).exception)
     output = str(run.agl("import", write(run, *["{"] * 50)).exception)
     assert ("line 20: " in output, "and 30 more" in output) == (True, True)
     for no_file in ("nowhere.jsonl", "weights"):
