@@ -291,7 +291,7 @@ def test_several_runs_and_files_are_one_source(tmp_path: Path) -> None:
     assert (last.terminal, last.calls[0].choices[0].message["content"]) == (0.5, "four")
     assert first.rollout.member == 1
     (tmp_path / "second.jsonl").write_text("[]")
-    with pytest.raises(EpisodesError, match=r"second.jsonl has bad lines"):
+    with pytest.raises(EpisodesError, match=r"second.jsonl has no row"):
         Recorded(RecordedOptions(run=Path("second.jsonl")), tmp_path, 0)
 
 
