@@ -173,6 +173,20 @@ async def test_native_threads_of_a_library_are_no_reason_to_import_anew_nor_to_w
     assert "Warning" not in capfd.readouterr().err  # Python has one for this from 3.12 on.
 
 
+async def test_no_process_imports_anew_what_clients_import_at_their_first_call(workplace: Any, tmp_path: Path) -> None:
+    (tmp_path / "usual_agent.py").write_text(
+        "import sys, anthropic, openai\n"
+        "clients = openai.OpenAI(), anthropic.Anthropic()\n"
+        "def solve(task):\n"
+        "    before, call = set(sys.modules), {'model': 'm', 'messages': [{'role': 'user', 'content': 'hi'}]}\n"
+        "    clients[0].chat.completions.create(**call)\n"
+        "    clients[1].messages.create(**call, max_tokens=9)\n"
+        "    return [name for name in set(sys.modules) - before if not name.startswith('opentelemetry')]\n"
+    )
+    [(_, attempt)] = await run(workplace, [1], processes(workplace, "usual_agent:solve", tmp_path))
+    assert attempt.result == [], attempt.error
+
+
 async def test_an_agent_that_cannot_be_imported_is_an_error_at_the_start(workplace: Any) -> None:
     runner = processes(workplace, "no_such_agent:solve")
     with pytest.raises(AgentError, match="no_such_agent"):
