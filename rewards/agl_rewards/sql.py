@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import sqlite3
 from collections import Counter
@@ -26,6 +27,8 @@ Columns: TypeAlias = Set[tuple[str, str]]
 _READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 _MAX_ROWS = 100_000
 """Rows of one query: answers have far fewer."""
+_PARTS = 3
+"""Each row of a table is in one of so many parts, by its row id; guesses are tried without each part."""
 _MAX_BYTES = 10_000_000
 """Bytes of all rows of one query in JSON. The sandbox bounds the memory that they take before."""
 
@@ -50,8 +53,10 @@ async def sql_match(
     A query of the agent that fails, writes, or exceeds a limit is wrong. Each has its own process, so the time
     limit holds for everything that SQLite does, even within a single call of a function. Rows are compared as a
     multiset, or in order if the expected query orders them; columns by place, not name; numbers to nine digits.
-    A query without a table is a guess if the expected one has one. If the expected result is empty, or nothing but
-    zeros and NULL, the query has to name all tables and columns that the expected one does.
+    A query without a table is a guess if the expected one has one. So is one that is wrong wherever a third of every
+    table's rows is hidden and the expected rows change with that: `SELECT 3 FROM t LIMIT 1` does not count. If the
+    expected result is empty, or nothing but zeros and NULL, the query has to name all tables and columns that the
+    expected one does.
     Relative paths, also in the metadata, start at the configuration's folder.
     """
     expected = expected_answer(episode, field)
@@ -76,11 +81,31 @@ async def sql_match(
     except sqlite3.Error:
         return 0.0
     is_same = same_rows(rows, wanted, ordered=_is_ordered(expected))
-    return float(is_same and _is_no_guess(read, needed, wanted))
+    is_right = is_same and _is_no_guess(read, needed, wanted)
+    return float(is_right and await _follows_rows(file, episode.result, expected, wanted, timeout))
 
 
-async def run_query(database: Path, query: str, timeout: float) -> tuple[list[Row], Columns]:
+async def _follows_rows(file: Path, query: str, expected: str, wanted: Sequence[Row], timeout: float) -> bool:
+    """True if the query is right for once where the expected rows change with hidden ones, or if they never do."""
+    is_changed, ordered = False, _is_ordered(expected)
+    for hidden in range(_PARTS):
+        try:
+            changed, _ = await run_query(file, expected, timeout, hidden)
+            if same_rows(changed, wanted, ordered=ordered):
+                continue
+        except sqlite3.Error:  # The file does not fit into the memory of a sandbox.
+            continue
+        is_changed = True
+        with contextlib.suppress(sqlite3.Error):
+            if same_rows((await run_query(file, query, timeout, hidden))[0], changed, ordered=ordered):
+                return True
+    return not is_changed
+
+
+async def run_query(database: Path, query: str, timeout: float, hidden: int | None = None) -> tuple[list[Row], Columns]:
     """The rows of one query on an SQLite file that is not changed, and the columns that it names.
+
+    `hidden` is the part of every table's rows, of three, that the query does not see.
 
     The query runs in a sandbox (`agl_core.sandbox`), since SQLite checks an interrupt only between two instructions,
     and one call of `instr` or LIKE is one instruction that can take minutes. sqlite3.Error if it is not a single query
@@ -90,7 +115,7 @@ async def run_query(database: Path, query: str, timeout: float) -> tuple[list[Ro
     uri, files = await asyncio.to_thread(_located, database)
     try:
         kind, *answer = await run_sandboxed(
-            _read, uri, query, _MAX_ROWS, seconds=timeout, reads=files, max_reply=_MAX_BYTES
+            _read, uri, query, _MAX_ROWS, hidden, seconds=timeout, reads=files, max_reply=_MAX_BYTES
         )
     except SandboxLimitError as error:
         raise sqlite3.OperationalError(f"interrupted: {error}") from error
@@ -149,7 +174,7 @@ def _is_ordered(query: str) -> bool:
     return re.search(r"\border\s+by\b", query, re.IGNORECASE) is not None
 
 
-def _read(uri: str, query: str, max_rows: int) -> list[Any]:
+def _read(uri: str, query: str, max_rows: int, hidden: int | None) -> list[Any]:
     """In the sandbox: "rows", the rows and the columns that the query names; or an sqlite3 error's name and text."""
     columns: set[tuple[str, str]] = set()
 
@@ -159,9 +184,12 @@ def _read(uri: str, query: str, max_rows: int) -> list[Any]:
         return sqlite3.SQLITE_OK if action in _READING else sqlite3.SQLITE_DENY
 
     try:
-        with closing(sqlite3.connect(uri, uri=True)) as connection:
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(closing(sqlite3.connect(uri, uri=True)))
             connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
             connection.execute("PRAGMA temp_store = MEMORY")  # In a sandbox, no file can be written.
+            if hidden is not None:
+                connection = stack.enter_context(closing(_without(connection, hidden)))
             connection.set_authorizer(authorize)
             cursor = connection.execute(query)
             if cursor.description is None:
@@ -174,6 +202,18 @@ def _read(uri: str, query: str, max_rows: int) -> list[Any]:
         return [type(error).__name__, str(error)]
     except UnicodeError as error:  # Half a surrogate pair, which JSON can carry.
         return ["ProgrammingError", f"it is not a text: {error}"]
+
+
+def _without(connection: sqlite3.Connection, part: int) -> sqlite3.Connection:
+    """A copy in memory without this part of each table's rows; tables that have no row ids stay as they are."""
+    copy = sqlite3.connect(":memory:")
+    copy.text_factory = connection.text_factory
+    connection.backup(copy)
+    names = copy.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'").fetchall()
+    for quoted in ('"' + name.replace('"', '""') + '"' for (name,) in names):
+        with contextlib.suppress(sqlite3.Error):
+            copy.execute(f"DELETE FROM {quoted} WHERE rowid % {_PARTS} = {part}")
+    return copy
 
 
 def _in_json(value: Any) -> Any:

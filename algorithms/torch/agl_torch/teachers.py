@@ -25,6 +25,8 @@ PROMPTS_PER_REQUEST = 8
 REQUESTS_AT_ONCE = 8
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
 """Seconds: a server computes a request's prompts while it is read from."""
+LARGEST_LOGPROB = 1e-3
+"""Rounding may take the log-probability of a certain token above 0."""
 PROBED_TOKENS = 256
 """Ids, from all over the vocabulary, of which a served teacher is asked the texts."""
 
@@ -66,6 +68,11 @@ class ServedTeacher:
             for i in row.tolist():
                 start, (first, end) = int(batch.prompt_lengths_N[i]), batch.response_offsets[i : i + 2]
                 logprobs_R[first:end] = [token["logprob"] for token in tokens[start : start + end - first]]
+        if not (highest := logprobs_R.max(initial=0.0)) <= LARGEST_LOGPROB:
+            raise EngineError(
+                f"The teacher at {self._place} gives {highest:g} as the log-probability of a token, and none is above "
+                f"0. Its weights or its server compute wrongly: correct them, or name the teacher's folder."
+            )
         return logprobs_R
 
     def _score(self, prompts: Sequence[Sequence[int]]) -> list[list[dict[str, Any]]]:

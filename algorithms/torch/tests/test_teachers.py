@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +60,8 @@ class Server:
     requests: list[tuple[str | None, dict[str, Any]]] = field(default_factory=list)
     status: int = 200
     with_logprobs: bool = True
+    surest: float | None = None
+    """The log-probability of every token, if set."""
     shift: int = 0
     """By how much the ids of its tokens are off."""
 
@@ -68,8 +72,9 @@ class Server:
             with torch.no_grad():
                 logprobs = torch.log_softmax(self.loaded.model(input_ids=ids[None]).logits[0].float(), -1)
             known = [
-                {str(id): {"logprob": float(row[id]), "decoded_token": self.loaded.tokenizer.decode([id + self.shift])}}
+                {str(id): {"logprob": value, "decoded_token": self.loaded.tokenizer.decode([id + self.shift])}}
                 for id, row in zip(prompt[1:], logprobs, strict=False)
+                for value in [float(row[id]) if self.surest is None else self.surest]
             ]
             choices.append({"index": index, **({"prompt_logprobs": [None, *known]} if self.with_logprobs else {})})
         return {"choices": choices[::-1]}
@@ -178,6 +183,11 @@ def test_what_is_wrong_with_a_served_teacher_is_said_with_the_remedy(
             ServedTeacher(replace(known, key_env="OF_TEACHER"), loaded.tokenizer)
         with pytest.raises(EngineError, match="temperature = 1"):
             ServedTeacher(known, loaded.tokenizer).logprobs(make_batch(loaded), np.arange(3))
+        batch = make_batch(loaded)
+        batch = replace(batch, temperature_N=np.ones_like(batch.temperature_N))
+        for server.surest in (math.inf, 1e308, math.nan, 0.1):
+            with pytest.raises(EngineError, match=f"gives {re.escape(f'{server.surest:g}')} as the log-probability"):
+                ServedTeacher(known, loaded.tokenizer).logprobs(batch, np.arange(3))
         server.with_logprobs = False
         with pytest.raises(EngineError, match="gives no log-probabilities of a prompt's tokens"):
             ServedTeacher(known, loaded.tokenizer)

@@ -19,6 +19,7 @@ from agl_core.cli.upstreams import open_upstream
 from agl_core.config.sections import Section
 from agl_core.errors import EngineError
 from agl_core.protocols import Engine, Upstream
+from agl_core.types.forms import parse_json
 
 RETRY_WAITS = (2.0, 4.0, 8.0)
 """Seconds before a message is sent again that a busy or failing proposer did not answer."""
@@ -108,7 +109,7 @@ class Proposer:
                 try:
                     response = await client.post(url, json=body)
                     if response.is_success:
-                        return str(response.json()["choices"][0]["message"]["content"] or "")
+                        return str(parse_json(response.content)["choices"][0]["message"]["content"] or "")
                     problem = f"{response.status_code}: {response.text[:300]}"
                     if response.status_code < 500 and response.status_code not in (408, 429):
                         break

@@ -224,7 +224,7 @@ def test_nothing_is_asked_of_the_proposer_that_no_rollout_could_try(
 
 def test_patience_ends_a_search_that_finds_nothing_better(world: World, agl: Agl) -> None:
     count = iter(range(1000))
-    world.proposer.answer = lambda received: Say(f"```\nuseless {next(count)}\n```")
+    world.proposer.answer = lambda received: Say(f"```\nuseless \ud800 {next(count)}\n```")
     world.write(optimize=world.optimize(patience=3))
 
     done = agl("optimize", "better.toml")

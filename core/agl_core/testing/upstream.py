@@ -208,7 +208,7 @@ class ScriptedUpstream:
         for stop in [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop") or ():
             text = text.split(stop)[0] if text else text
         sampled = text or json.dumps([call["function"] for call in tool_calls or ()])
-        ids = [*sampled.encode(), END_TOKEN]
+        ids = [*sampled.encode(errors="replace"), END_TOKEN]
         limit = body.get("max_tokens") or len(ids)
         if len(ids) > limit:
             ids, finish_reason = ids[:limit], "length"

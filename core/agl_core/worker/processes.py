@@ -277,6 +277,9 @@ def attempt_folder() -> Iterator[Path]:
     def remove() -> None:
         with contextlib.suppress(RecursionError):
             folder.cleanup()
+        if Path(folder.name).exists():  # Python needs a call and an open file for each level; these do not.
+            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+                subprocess.run([*command, "--", folder.name], stderr=subprocess.DEVNULL, check=False)
 
     try:
         yield Path(folder.name)

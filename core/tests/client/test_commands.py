@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +198,12 @@ ODD = (
 
 
 @pytest.mark.parametrize("workplace", [{"attempts": 2}], indirect=True)
-async def test_nothing_that_it_leaves_after_its_result_earns_it_another_try(workplace: Any, tmp_path: Path) -> None:
-    """The worker goes on, too."""
+async def test_nothing_that_it_leaves_after_its_result_earns_it_another_try(
+    workplace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker goes on, too, and removes what is left."""
+    (folders := tmp_path / "folders").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
     code = """
 import shutil
 print(json.dumps("the result"), flush=True)
@@ -217,6 +223,10 @@ exec(task)
     problems = workplace.workers[0].worker.problems
     assert sum("cannot be read" in problem for problem in problems) >= 6
     assert any("more than 64 MiB" in problem for problem in problems)
+    for remover in threading.enumerate():
+        if remover.name == "agl-remover":
+            await asyncio.to_thread(remover.join)
+    assert not list(folders.iterdir())
 
 
 async def test_another_status_than_0_is_a_crash_with_the_end_of_its_stderr(workplace: Any, tmp_path: Path) -> None:
