@@ -70,8 +70,7 @@ async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path
     for number, (_, result) in enumerate(PRINTED):
         rollout, attempt = ended[number]
         assert (rollout.ending, attempt.result) == (Ending.FINISHED, result)
-        rewards = await workplace.stack.store.rewards([attempt.key])
-        assert [reward.value for reward in rewards] == ([result] if isinstance(result, float | int) else [])
+        assert not await workplace.stack.store.rewards([attempt.key])
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
 
 
