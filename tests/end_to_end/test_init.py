@@ -7,12 +7,15 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agl_command import Agl, agl_in_process  # noqa: F401
 
 from agl_core.cli.init import read_agent_file, write_files
+from agl_core.config.load import load
 from agl_core.errors import AgentError, ConfigError
+from agl_core.testing import episodes as make
 
 AGENT = '''
 """A LangChain agent that knows nothing of agl."""
@@ -79,7 +82,7 @@ def test_from_an_agent_file_to_a_trained_agent(folder: Path, policy: str) -> Non
     lines = [json.loads(line) for line in (folder / "runs" / "my_agent" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]
     assert [line["rollouts"] for line in steps] == [16.0] * 3
-    assert all("reward/right" in line for line in steps)
+    assert all("reward/numeric_match" in line for line in steps)
     assert sum(line.get("update/transitions_trained", 0) for line in steps) > 0
     rollouts = json.loads(in_a_process(folder, "rollouts", "--json").stdout)
     assert {rollout["ending"] for rollout in rollouts} == {"finished"}
@@ -98,12 +101,40 @@ def test_nothing_is_overwritten_without_force(folder: Path, policy: str, agl: Ag
 
 
 def test_a_model_that_is_not_there_leaves_no_file(folder: Path, agl: Agl) -> None:
-    (folder / "tasks.jsonl").write_text("mine")
-    refused = agl("init", "plain.py", "--model", "./nowhere", "--force")
+    before = {path.name for path in folder.iterdir()}
+    refused = agl("init", "plain.py", "--model", "./nowhere")
     assert refused.returncode == 2
     assert "there is no folder" in refused.stderr
-    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "plain.py", "tasks.jsonl"}
-    assert (folder / "tasks.jsonl").read_text() == "mine"
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]], ids=["", "--force"])
+@pytest.mark.parametrize(
+    ("agent", "task", "right", "wrong"),
+    [
+        ("plain.py", {"input": "1 + 2?", "result": 3}, "It is 3.", "32864422"),
+        ("plain.py", {"question": "The capital?", "answer": "Paris"}, "It is paris.", "Parisian"),
+        ("keys.py", {"where": "France", "what": "the capital", "gold": "Paris"}, "Paris", "Pari"),
+    ],
+    ids=["a number", "a word", "keys that the agent reads"],
+)
+def test_tasks_that_are_there_are_kept_and_used(
+    folder: Path, policy: str, agl: Agl, force: list[str], agent: str, task: dict[str, Any], right: str, wrong: str
+) -> None:
+    (folder / "keys.py").write_text("def solve(task):\n    return task['what'] + task['where']\n")
+    (folder / "tasks.jsonl").write_text(json.dumps(task))
+
+    ended = agl("init", agent, "--model", policy, *force)
+
+    assert ended.returncode == 0, ended.stderr
+    assert "tasks: tasks.jsonl was there, and is used as it is" in ended.stdout
+    assert json.loads((folder / "tasks.jsonl").read_text()) == task
+    loaded = load(folder / "train.toml")
+    asked = loaded.tasks["train"].build(folder, 0).task(0)
+    assert asked.input == task.get("input", task.get("question", {"where": "France", "what": "the capital"}))
+    [rule] = [chosen.build() for chosen in loaded.rewards.values()]
+    scores = [rule(make.episode(task=asked, result=result)) for result in (right, wrong)]
+    assert scores == [1.0, 0.0]
 
 
 def test_without_a_model_one_to_start_with_is_offered_and_tasks_with_verifiers(folder: Path, agl: Agl) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from agl_core.builtin.tasks import FileOptions, RowTasks, jsonl_tasks
 from agl_core.capture import installed_adapters
 from agl_core.config.load import load
 from agl_core.errors import AgentError, ConfigError
@@ -24,10 +25,11 @@ from agl_core.worker.agent import agent_environment, client_variables, load_agen
 File = Annotated[Path, typer.Argument(help="The Python file of your agent; the new files are written beside it.")]
 Entry = Annotated[str | None, typer.Option(help="The function in it that takes a task's input; found by default.")]
 Model = Annotated[str, typer.Option(help="The model to train: a folder, or a Hugging Face hub name.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite train.toml and reward.py if they are there.")]
 
 FIRST_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 """Small, and it can call tools."""
+_NUMBER = r"\s*[-+]?[\d,]*\.?\d+(e[-+]?\d+)?\s*"
 _USUAL = ("solve", "run", "answer", "agent", "main")
 """Usual names of agents, the likeliest first."""
 _NOWHERE = "http://127.0.0.1:9"
@@ -44,7 +46,7 @@ _CONFIG = """\
 
 config_version = 1
 name = {name}
-plugins = ["{reward}"]          # your reward rule
+plugins = ["{reward}"]          # your own reward rules
 
 [agent]
 entry = {entry}
@@ -52,11 +54,11 @@ entry = {entry}
 [tasks.train]                     # what the agent is trained on
 source = "jsonl"                  # also: csv, hf (which reads Parquet too), reasoning_gym: tasks with verifiers
 path = "{tasks}"
-
+{columns}
 [tasks.eval]                      # what is measured before and after: put tasks here that training never sees
 source = "jsonl"
 path = "{tasks}"
-
+{columns}
 [policies.default.model]          # its size decides the step size, unless optimizer.learning_rate does
 path = {model}
 
@@ -71,24 +73,34 @@ group_size = 4                    # and rollouts of each, which are compared
 [eval]
 every = 0                         # 0: only `agl eval` evaluates
 
-[rewards.right]                   # in {reward}
+{rule}
 
 [algorithm]
 name = "grpo"
 """
 
+_NUMBERS = """\
+[rewards.numeric_match]           # 1 if the last number of the agent's result is the expected one
+field = {answer}"""
+_WORDS = "[rewards.right]                   # in {reward}"
+
 _REWARD = '''\
 """The reward of a rollout. Try it on what was recorded: agl reward try {config}"""
+
+import re
 
 import agl_core
 
 
 @agl_core.reward_rule
 def right(episode):
-    """1 if the agent's result has the expected answer in it."""
-    expected = episode.task.metadata["answer"]  # beside "input" in {tasks}; the agent does not see it
-    return float(str(expected) in str(episode.result))
+    """1 if the agent's result has the expected answer in it, word by word. It counts as [rewards.right]."""
+    expected = str(episode.task.metadata[{answer}])  # beside the input in {tasks}; the agent does not see it
+    return float(re.search(rf"(?<!\\w){{re.escape(expected)}}(?!\\w)", str(episode.result), re.IGNORECASE) is not None)
 '''
+_INPUTS = ("question", "prompt", "instruction", "problem", "query")
+_ANSWERS = ("answer", "result", "expected", "solution", "target", "label", "output")
+"""Usual names of keys of a task, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +119,8 @@ class AgentFile:
 def init(agent: File, entry: Entry = None, model: Model = FIRST_MODEL, force: Force = False) -> None:
     """Write train.toml, reward.py and tasks.jsonl for your agent: they run as they are, and are yours to change.
 
+    A tasks.jsonl that is there is kept and used.
+
     For instance: agl init my_agent.py --model Qwen/Qwen2.5-0.5B-Instruct
     """
     own = read_agent_file(agent, entry)
@@ -115,13 +129,17 @@ def init(agent: File, entry: Entry = None, model: Model = FIRST_MODEL, force: Fo
     typer.echo(f"agent: {kind} {own.function} in {own.file}, which takes {takes}")
     unknown = "none that an installed adapter knows; its LLM calls are recorded all the same"
     typer.echo(f"framework: {', '.join(own.frameworks) or unknown}")
-    for path in write_files(own, model, force=force):
+    written = write_files(own, model, force=force)
+    for path in written:
         typer.echo(f"wrote {path}")
     typer.echo(f"model: {model}; any other folder or hub name will do, in {CONFIG}")
-    typer.echo(
-        "tasks: the eight sums in tasks.jsonl only show the form. Without tasks of your own yet, take some of "
-        'reasoning-gym\'s hundred kinds, which have verifiers: source = "reasoning_gym" (docs/data.md)'
-    )
+    if (tasks := own.file.parent / TASKS) in written:
+        typer.echo(
+            "tasks: the eight sums in tasks.jsonl only show the form. Without tasks of your own yet, take some of "
+            'reasoning-gym\'s hundred kinds, which have verifiers: source = "reasoning_gym" (docs/data.md)'
+        )
+    else:
+        typer.echo(f"tasks: {tasks} was there, and is used as it is")
     typer.echo(f"next: agl train {own.file.parent / CONFIG}")
 
 
@@ -170,10 +188,10 @@ def _keys(function: Callable[..., object]) -> list[str]:
 
 
 def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
-    """Write the three files beside the agent's, and check that they make a run.
+    """Write the files beside the agent's, but for tasks that are there, and check that they make a run.
 
-    ConfigError if one of them is there already (unless `force`), or if the run cannot be configured so; then no file
-    is left that was not there.
+    ConfigError if another of them is there already (unless `force`), or if the run cannot be configured so; then no
+    file is left that was not there.
     """
     folder = agent.file.parent
     files = {folder / name: text for name, text in _texts(agent, _model(model, folder)).items()}
@@ -198,21 +216,46 @@ def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
 
 
 def _texts(agent: AgentFile, model: str) -> Mapping[str, str]:
-    names = {"config": CONFIG, "reward": REWARD, "tasks": TASKS}
+    """The files to write; tasks only if there are none."""
+    sums, columns = [], ""
+    for number in range(8):
+        a, b = 2 + number, 3 * number % 7 + 1
+        question = f"What is {a} + {b}?"
+        task_input = dict.fromkeys(agent.keys, question) if agent.keys else question
+        sums.append({"id": f"sum-{number}", "input": task_input, "answer": str(a + b)})
+    answer, answers = "answer", [task["answer"] for task in sums]
+    if is_kept := (agent.file.parent / TASKS).exists():
+        tasks, columns = _read_tasks(agent)
+        metadata = tasks.task(0).metadata
+        answer = next((name for name in (*_ANSWERS, *metadata) if name in metadata), answer)
+        answers = [tasks.task(index).metadata.get(answer) for index in range(tasks.size)]
+    rule = _WORDS if any(re.fullmatch(_NUMBER, str(value)) is None for value in answers) else _NUMBERS
+    names = {"config": CONFIG, "reward": REWARD, "tasks": TASKS, "columns": columns, "answer": json.dumps(answer)}
     configuration = _CONFIG.format(
         **names,
         file=agent.file.name,
         name=json.dumps(agent.file.stem.lstrip("_") or "agent"),
         entry=json.dumps(f"{agent.file.stem}:{agent.function}"),
         model=json.dumps(model, ensure_ascii=False),
+        rule=rule.format(**names),
     )
-    tasks = []
-    for number in range(8):
-        a, b = 2 + number, 3 * number % 7 + 1
-        question = f"What is {a} + {b}?"
-        task_input = dict.fromkeys(agent.keys, question) if agent.keys else question
-        tasks.append(json.dumps({"id": f"sum-{number}", "input": task_input, "answer": str(a + b)}))
-    return {CONFIG: configuration, REWARD: _REWARD.format(**names), TASKS: "\n".join(tasks) + "\n"}
+    files = {CONFIG: configuration, REWARD: _REWARD.format(**names)}
+    return files if is_kept else {**files, TASKS: "\n".join(map(json.dumps, sums)) + "\n"}
+
+
+def _read_tasks(agent: AgentFile) -> tuple[RowTasks, str]:
+    """The tasks that are there, and the line that names their inputs' keys where they have others than `input`.
+
+    ConfigError if they cannot be read, naming the line.
+    """
+    folder, columns = agent.file.parent, dict[str, str | tuple[str, ...]]()
+    with suppress(TypeError, ValueError), (folder / TASKS).open(encoding="utf-8") as lines:
+        row = json.loads(next(lines, "{}"))
+        own = tuple(agent.keys) if {*agent.keys} <= {*row} else ()
+        if "input" not in row and (named := own or next((name for name in _INPUTS if name in row), None)):
+            columns = {"input": named}
+    line = f"columns = {{ input = {json.dumps(columns['input'])} }}\n" if columns else ""
+    return jsonl_tasks(FileOptions(path=Path(TASKS), columns=columns), folder, 0), line
 
 
 def _model(model: str, folder: Path) -> str:
