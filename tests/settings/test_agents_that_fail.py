@@ -55,8 +55,9 @@ def test_one_that_always_raises(bench: Bench) -> None:
         ("raise SystemExit('usage: agent.py')\n", "SystemExit: usage: agent.py"),
         ("def solve(task, tools):\n    return 1\n", r"missing a required argument: 'tools'.*\(task, tools\)"),
         ("def solve():\n    return 1\n", "too many positional arguments"),
+        ("def sovle(task):\n    return 1\n", r"has no 'solve'\. Did you mean 'sovle'\? Known: sovle\."),
     ],
-    ids=["an import", "an exit", "more parameters", "no parameter"],
+    ids=["an import", "an exit", "more parameters", "no parameter", "another name"],
 )
 def test_one_that_cannot_be_called_is_found_out_before_the_engine_starts(bench: Bench, agent: str, text: str) -> None:
     error, lines = refused(bench, agent)
@@ -147,6 +148,7 @@ def test_an_agent_that_fails_without_a_reply_leaves_nothing(bench: Bench) -> Non
 
     assert "does not work yet, so training did not begin: 3 of 3 rollouts ended as crashed. " in str(refused.exception)
     assert "KeyError: 0" in str(refused.exception)
+    assert "view:" not in refused.output, "there is nothing to see"
     assert not (folder / "runs" / "alone").exists()
 
 
@@ -178,6 +180,7 @@ def test_a_reply_that_makes_the_agent_raise_is_shown_and_training_begins_once_it
     looks = re.findall(
         r"first look: task \w+: (\w+), 1 calls by an unnamed agent; tools: none; reward: [01]", began.output
     )
+    assert "\nview:   http" in began.output
     assert sorted(looks) == ["crashed"] * 4 + ["finished"] * 4
     summary = json.loads((folder / "runs" / "later" / "summary.json").read_text())
     assert summary["rollouts"] == {"finished": 8}, "it is not trained on"

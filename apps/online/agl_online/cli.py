@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from agl_core import kinds
-from agl_core.cli.screen import AsJson, Port, Run, Screen, Set, print_json, show_in_browser, table
+from agl_core.cli.screen import AsJson, ConsoleObserver, Port, Run, Screen, Set, print_json, show_in_browser, table
 from agl_core.cli.train import train_and_report
 from agl_core.cli.upstreams import ANEW, open_upstream
 from agl_core.cli.words import number, one_line
@@ -100,7 +100,8 @@ async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Ca
     async with local_server(loaded, run_dir, recorded) as server:
         begun()
         console.print(f"serving {run_dir} at {server.base_url}")
-        async with show_in_browser(run_dir, loaded.config.server, server.keys.operator, console):
+        async with show_in_browser(run_dir, loaded.config.server, server.keys.operator) as address:
+            ConsoleObserver(console, 0, address).begun()
             await stopping
         console.print("stopping")
 

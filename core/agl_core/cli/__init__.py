@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from agl_core.cli.words import harmless
-from agl_core.errors import AglError
+from agl_core.errors import AglError, nearest
 
 if TYPE_CHECKING:
     from typer._click.core import Command as ClickCommand
@@ -86,6 +86,8 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, ClickCommand | None, list[str]]:
         if args[0] in COMMANDS and args[0] not in self.commands:
             self.add_command(COMMANDS[args[0]].load(args[0]), args[0])
+        elif args[0] not in self.commands and not args[0].startswith("-"):
+            ctx.fail(f"There is no command '{args[0]}'. {nearest(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
 

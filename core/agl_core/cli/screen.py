@@ -109,8 +109,8 @@ class Screen(Console):
 class ConsoleObserver(Observer):
     """A run's messages, a line each; on a terminal also a bar of the phase under way, with the reward so far."""
 
-    def __init__(self, console: Screen, steps: int) -> None:
-        self._console, self._steps = console, steps
+    def __init__(self, console: Screen, steps: int, address: str | None = None) -> None:
+        self._console, self._steps, self._address = console, steps, address
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[Advance]:
@@ -128,15 +128,17 @@ class ConsoleObserver(Observer):
             bar = progress.add_task(title, total=1.0, note="")
             yield lambda share, note: progress.update(bar, completed=share, note=note)
 
+    def begun(self) -> None:
+        if self._address is not None:
+            self._console.print(f"view:   {self._address}")
+
     def say(self, text: str) -> None:
         self._console.print(text)
 
 
 @asynccontextmanager
-async def show_in_browser(
-    run_dir: Path, server: ServerSection, operator_key: str | None, console: Screen
-) -> AsyncIterator[None]:
-    """Show the run in the browser meanwhile, if a plugin can, and print where.
+async def show_in_browser(run_dir: Path, server: ServerSection, operator_key: str | None) -> AsyncIterator[str | None]:
+    """Show the run in the browser meanwhile, at this address, if a plugin can.
 
     It is shown on this machine alone, unless others reach the server, and there is a key.
     """
@@ -147,6 +149,4 @@ async def show_in_browser(
     else:
         host, key = server.host, operator_key
     async with Plugins.load().show_run(run_dir, host, server.view_port, key) or nullcontext() as address:
-        if address is not None:
-            console.print(f"view:   {address}")
-        yield
+        yield address

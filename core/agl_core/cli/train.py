@@ -140,8 +140,8 @@ def train_and_report(
     operator_key = os.environ.get(OPERATOR_KEY)  # The server takes it out of the environment.
 
     async def work() -> Summary:
-        async with show_in_browser(run_dir, loaded.config.server, operator_key, console):
-            return await training(ConsoleObserver(console, loaded.config.train.steps))
+        async with show_in_browser(run_dir, loaded.config.server, operator_key) as address:
+            return await training(ConsoleObserver(console, loaded.config.train.steps, address))
 
     summary = run(work())
     verdict = verdict_of(read_metrics(run_dir))

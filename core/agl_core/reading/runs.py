@@ -81,7 +81,8 @@ def find_run(folder: Path | None) -> Path:
             return candidate
     names = ", ".join(sorted(known.name for known in folders))
     runs = f"Runs here: {names}." if names else "There are no runs below ./runs."
-    raise ConfigError(f"{folder} is not a run's folder (it has no {CONFIG_FILE}). {runs}")
+    why = f" (it has no {CONFIG_FILE})" if folder.exists() else ", nor is there such a file"
+    raise ConfigError(f"{folder} is not a run's folder{why}. {runs}")
 
 
 def run_folders(runs: Path) -> list[Path]:

@@ -51,6 +51,9 @@ class Observer:
         """A context in which a phase runs."""
         return nullcontext(lambda share, note: None)
 
+    def begun(self) -> None:
+        """Show that the run has begun, so that its folder stays."""
+
     def say(self, text: str) -> None:
         """Print one line that stays on the screen."""
 

@@ -89,6 +89,7 @@ async def train(
                         begun()  # The agent is not at fault, and the error says how to resume.
                         raise
                 begun()
+                observer.begun()
                 private.make_folder(checkpoints.folder, exist_ok=True)
                 (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # Without one, a run that is over has died.
                 log.restart = session.restart

@@ -25,7 +25,7 @@ import orjson
 from agl_core.capture import AttemptContext, Recording, running
 from agl_core.capture.recording import jsonable
 from agl_core.capture.reports import PROMPTS
-from agl_core.errors import AgentError, last_frames
+from agl_core.errors import AgentError, last_frames, nearest
 from agl_core.plugins import add_to_path
 from agl_core.types import Ending, Json, Mode, ToolResult
 from agl_core.types.forms import dump_json, without_halves
@@ -99,6 +99,8 @@ def load_module(name: str, folder: Path | None, where: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         how = "Looked beside the configuration file and in the environment."
+        if files := [file.stem for file in (folder or Path()).glob("*.py")]:
+            how += f" {nearest(name, files)}"
         if not (isinstance(error, ModuleNotFoundError) and name.startswith(error.name or "?")):
             how = f"It was found, and this is where it fails:\n{last_frames(error)}"
         raise AgentError(
@@ -114,9 +116,12 @@ def load_agent(entry: str, folder: Path | None = None) -> Agent:
     module_name, _, function_name = entry.partition(":")
     function: Any = load_module(module_name, folder, f"agent.entry = '{entry}'")
     for part in function_name.split("."):
-        function = getattr(function, part, None)
+        owner, function = function, getattr(function, part, None)
         if function is None:
-            raise AgentError(f"agent.entry = '{entry}': the module '{module_name}' has no '{function_name}'.")
+            own = [name for name, value in vars(owner).items() if getattr(value, "__module__", None) == module_name]
+            raise AgentError(
+                f"agent.entry = '{entry}': the module '{module_name}' has no '{function_name}'. {nearest(part, own)}"
+            )
     if not callable(function):
         raise AgentError(f"agent.entry = '{entry}' is a {type(function).__name__}, not a callable.")
     call = getattr(function, "__call__", None)  # noqa: B004  An object's own: it may be async.

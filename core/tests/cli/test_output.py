@@ -115,6 +115,19 @@ def test_on_a_terminal_bars_go_and_what_the_run_says_stays(tmp_path: Path) -> No
     assert printed.stdout.splitlines() == [path, "step 1", "step 2"], "in a pipe too"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian"], "There is no command 'trian'. Did you mean 'train'? Known: "),
+        (["runs", "lst"], "Did you mean 'list'?"),
+        (["train", "train.toml", "--from", "typo.jsonl"], "typo.jsonl is not a run's folder, nor is there such a file"),
+    ],
+)
+def test_what_is_mistyped_is_named(run: Any, arguments: list[str], says: str) -> None:
+    mistyped = CliRunner(env={"COLUMNS": "300"}).invoke(app, arguments)
+    assert says in f"{mistyped.output}{mistyped.exception}"
+
+
 def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:
     listed = json.loads(piped("rollouts", "runs/calc", "--limit=1", "--json"))
     filters = ["--tool=look", "--tool-status=error", "--min-reward=0", "--text=42", "--policy=default"]
