@@ -1,8 +1,8 @@
 """OpenTelemetry spans in agl's terms, in process or over OTLP: who made each call, and what the tools did.
 
-Four vocabularies are read: OpenTelemetry's GenAI conventions (`gen_ai.*`), OpenInference (`openinference.*`, `llm.*`,
-`tool.*`), OpenLLMetry (`traceloop.*`), whose opentelemetry-instrumentation-openai writes the first, and `ai.*` of
-Vercel's AI SDK. Spans are joined by parentage and ids, never by time.
+Five vocabularies are read: OpenTelemetry's GenAI conventions (`gen_ai.*`), OpenInference (`openinference.*`, `llm.*`,
+`tool.*`), OpenLLMetry (`traceloop.*`), whose opentelemetry-instrumentation-openai writes the first, Langfuse
+(`langfuse.observation.*`), and `ai.*` of Vercel's AI SDK. Spans are joined by parentage and ids, never by time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _ARGUMENTS = (
     "gcp.vertex.agent.tool_call_args",
     "input.value",
     "traceloop.entity.input",
+    "langfuse.observation.input",
 )
 _RESULT = (
     "gen_ai.tool.call.result",
@@ -37,6 +38,7 @@ _RESULT = (
     "gcp.vertex.agent.tool_response",
     "output.value",
     "traceloop.entity.output",
+    "langfuse.observation.output",
 )
 _LEFT_OUT = "<not specified>"
 """Google ADK writes this where it knows nothing."""
@@ -127,16 +129,16 @@ def see(span: Span) -> SeenSpan:
 def _kind(attributes: Mapping[str, Json]) -> str | None:
     operation = attributes.get("gen_ai.operation.name")
     inference = str(attributes.get("openinference.span.kind") or "").upper()
-    traceloop = attributes.get("traceloop.span.kind")
+    traceloop, langfuse = attributes.get("traceloop.span.kind"), attributes.get("langfuse.observation.type")
     vercel = str(attributes.get("ai.operationId") or "")
     if attributes.get("gen_ai.tool.name") == "(merged tools)":
         return None  # Google ADK has this span beside those of the tools
-    if operation == "execute_tool" or inference == "TOOL" or traceloop == "tool" or vercel == "ai.toolCall":
+    if operation == "execute_tool" or inference == "TOOL" or "tool" in (traceloop, langfuse) or vercel == "ai.toolCall":
         return "tool"
-    if operation in ("invoke_agent", "create_agent") or inference == "AGENT" or traceloop == "agent":
+    if operation in ("invoke_agent", "create_agent") or inference == "AGENT" or "agent" in (traceloop, langfuse):
         return "agent"
     is_call = operation in _CALLS or attributes.get("llm.request.type") in ("chat", "completion")
-    if is_call or inference == "LLM" or vercel.endswith((".doGenerate", ".doStream")):
+    if is_call or inference == "LLM" or langfuse == "generation" or vercel.endswith((".doGenerate", ".doStream")):
         return "call"
     return "agent" if vercel.startswith(("ai.generate", "ai.stream")) else None
 
@@ -335,10 +337,10 @@ class SpanTree:
         """Who made the calls, by the id of the reply."""
         callers = {}
         for spans in self._seen_together(ModelCall, outermost_call):
-            ids = (span.did.response_id for span in spans if isinstance(span.did, ModelCall))
-            response_id = next(filter(None, ids), None)
-            if response_id is not None:
-                callers[response_id] = identity_of(self.lineage(spans[-1]))
+            ids = {span.did.response_id: span for span in spans if isinstance(span.did, ModelCall)}
+            ids.pop(None, None)
+            for response_id, span in ids.items():  # Google ADK can leave a call's span open around the next call's.
+                callers[response_id] = identity_of(self.lineage(span if len(ids) > 1 else spans[-1]))
         return callers
 
     def tool_results(self) -> list[ToolResult]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -24,24 +26,36 @@ GENAI_AGENT = agent_named("solver")
 OPENINFERENCE_AGENT = {"openinference.span.kind": "AGENT", "agent.name": "solver"}
 OPENLLMETRY_AGENT = {"traceloop.span.kind": "agent", "traceloop.entity.name": "solver"}
 
+CALL = SimpleNamespace(id="c1", function=SimpleNamespace(arguments='{"a": 1}'))
 
-def genai_tool(id: str, result: str) -> dict[str, Any]:
+
+def genai_tool(call: Any, result: str) -> dict[str, Any]:
     return {
         "gen_ai.operation.name": "execute_tool",
         "gen_ai.tool.name": "add",
-        "gen_ai.tool.call.id": id,
-        "gen_ai.tool.call.arguments": '{"a": 1}',
+        "gen_ai.tool.call.id": call.id,
+        "gen_ai.tool.call.arguments": call.function.arguments,
         "gen_ai.tool.call.result": result,
     }
 
 
-def openinference_tool(id: str, result: str) -> dict[str, Any]:
+def openinference_tool(call: Any, result: str) -> dict[str, Any]:
     return {
         "openinference.span.kind": "TOOL",
         "tool.name": "add",
-        "tool_call.id": id,
-        "input.value": '{"a": 1}',
+        "tool_call.id": call.id,
+        "input.value": call.function.arguments,
         "output.value": result,
+    }
+
+
+def langfuse_tool(call: Any, result: str) -> dict[str, Any]:
+    """As `langfuse.observe(as_type="tool")` of Langfuse 5.0 writes it."""
+    arguments = json.dumps({"args": [], "kwargs": json.loads(call.function.arguments)})
+    return {
+        "langfuse.observation.type": "tool",
+        "langfuse.observation.input": arguments,
+        "langfuse.observation.output": result,
     }
 
 
@@ -49,6 +63,7 @@ VOCABULARIES = {
     "openllmetry": (OpenLLMetry, OPENLLMETRY_AGENT, genai_tool),
     "genai": (GenAI, GENAI_AGENT, genai_tool),
     "openinference": (OpenInference, OPENINFERENCE_AGENT, openinference_tool),
+    "langfuse": (GenAI, {"langfuse.observation.type": "agent"}, langfuse_tool),
 }
 
 
@@ -65,9 +80,9 @@ async def test_each_vocabulary_names_agents_and_tells_tool_results(
         with tracer.start_as_current_span("solver", attributes=agent):
             message = await ask(client, USER, tools=[ADD])
             first, second = message.tool_calls
-            with tracer.start_as_current_span("add", attributes=tool(first.id, "3")):
+            with tracer.start_as_current_span("add", attributes=tool(first, "3")):
                 pass
-            with pytest.raises(TimeoutError), tracer.start_as_current_span("add", attributes=tool(second.id, "")):
+            with pytest.raises(TimeoutError), tracer.start_as_current_span("add", attributes=tool(second, "")):
                 raise TimeoutError("5 s")
             await ask(client, USER)
         await flush(provider)
@@ -81,6 +96,22 @@ async def test_each_vocabulary_names_agents_and_tells_tool_results(
     assert (ok.arguments, ok.agent) == ({"a": 1}, "solver")
     assert (late.tool_call_id, late.status, late.error) == (second.id, ToolStatus.TIMEOUT, "TimeoutError: 5 s")
     assert episode.unjoined == ()
+
+
+async def test_a_call_whose_span_is_inside_the_span_of_another_has_a_name(intake: IntakeStack) -> None:
+    key = await intake.stack.lease()
+    client = intake.stack.client(key)
+    ids = [(await client.chat.completions.create(model="default", messages=[USER])).id for _ in range(2)]
+
+    def nested(tracer: Any) -> None:
+        with tracer.start_as_current_span("invoke_agent", attributes=GENAI_AGENT), contextlib.ExitStack() as open_spans:
+            for id in ids:
+                attributes = {"gen_ai.operation.name": "chat", "gen_ai.response.id": id}
+                open_spans.enter_context(tracer.start_as_current_span("chat", attributes=attributes))
+
+    await export(intake, key, exported(nested))
+    await intake.close(key)
+    assert [t.agent for t in (await intake.stack.episode(key)).transitions] == ["solver", "solver"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -115,7 +146,7 @@ async def test_agents_whose_spans_come_in_batches(intake: IntakeStack, instrumen
                 message = await ask(client, USER, tools=[ADD])
             await flush(provider)
             assert [call.agent for call in await intake.stack.calls(key)] == ["plan"]
-            with tracer.start_as_current_span("add", attributes=genai_tool(message.tool_calls[0].id, "[]")):
+            with tracer.start_as_current_span("add", attributes=genai_tool(message.tool_calls[0], "[]")):
                 pass
             await flush(provider)
             (before,) = await intake.stack.store.tool_results([key])
@@ -132,7 +163,7 @@ async def test_a_span_that_comes_again_changes_nothing(intake: IntakeStack) -> N
 
     def run(result: str, failed: bool) -> Any:
         def make(tracer: Tracer) -> None:
-            with tracer.start_as_current_span("add", attributes=genai_tool("c1", result)) as span:
+            with tracer.start_as_current_span("add", attributes=genai_tool(CALL, result)) as span:
                 span.set_status(StatusCode.ERROR if failed else StatusCode.OK)
 
         return exported(make)
@@ -176,7 +207,7 @@ async def test_spans_after_the_end_change_nothing(
         tracer = provider.get_tracer("agent")
         with tracer.start_as_current_span("solver", attributes=GENAI_AGENT):
             await ask(intake.stack.client(key), USER)
-            with tracer.start_as_current_span("add", attributes=genai_tool("c1", "3")):
+            with tracer.start_as_current_span("add", attributes=genai_tool(CALL, "3")):
                 pass
         await intake.close(key)
         await flush(provider)
