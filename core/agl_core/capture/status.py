@@ -151,6 +151,25 @@ def _error_field(seen: Seen) -> str | None:
     return None if is_none else text
 
 
+_CODEX = re.compile(
+    r"(?:Chunk ID: .*\n)?Wall time: [\d.]+ seconds\nProcess exited with code (-?\d+)\b"
+    r"|Exit code: (-?\d+)\nWall time: [\d.]+ seconds\b"
+)
+_QWEN_CODE = re.compile(r"(-?\d+)\nSignal: .*\nProcess Group PGID: ")
+_MINI_SWE_AGENT = {"returncode", "output", "output_head", "output_tail", "elided_chars", "warning", "exception_info"}
+
+
+def _exit_code(seen: Seen) -> int | None:
+    """The exit status of a command, in the whole frame that a program has around it: a file may hold the words."""
+    code = seen.fields.get("returncode")
+    if type(code) is int and len(seen.fields) > 1 and seen.fields.keys() <= _MINI_SWE_AGENT:
+        return code
+    head, _, tail = seen.text.rpartition("\nExit Code: ")
+    is_framed = head.startswith("Command: ") and "\nDirectory: " in head and "\nOutput: " in head
+    match = _QWEN_CODE.match(tail) if is_framed else _CODEX.match(seen.text)
+    return None if match is None else int(next(filter(None, match.groups())))
+
+
 _LOOKS_LIKE_ERROR = re.compile(
     r"""
     (?: errors? | failed | failure | exception | fatal | invalid | unable\ to | cannot | could\ n[o']t | couldn't
@@ -227,6 +246,21 @@ REPORTED = (
 """Rules for what somebody said of the tool call."""
 
 WORDS = (
+    StatusRule(
+        "exit-code",
+        "a command's exit status other than 0, in the frame of a program: `Wall time: … Process exited with code 1 …`, "
+        '`Command: … Exit Code: 1 …`, `{"returncode": 1, "output": …}`',
+        ToolStatus.ERROR,
+        lambda seen: "" if _exit_code(seen) else None,
+        "Codex 0.171, Qwen Code 0.24, mini-swe-agent 2.4",
+    ),
+    StatusRule(
+        "exit-0",
+        "the same with the exit status 0",
+        ToolStatus.OK,
+        lambda seen: "" if _exit_code(seen) == 0 else None,
+        "Codex 0.171, Qwen Code 0.24, mini-swe-agent 2.4",
+    ),
     StatusRule(
         "traceback",
         "`Traceback (most recent call last) …`",

@@ -63,7 +63,11 @@ NO_FAILURES = [
     '{"errors": 3}',
     '[{"error": "of one of them"}]',
 ]
-
+CODEX = "Chunk ID: 5f2a\nWall time: 0.0512 seconds\nProcess exited with code {}\nOriginal token count: 3\nOutput:\nx"
+QWEN_CODE = (
+    "Command: cat log\nDirectory: (root)\nOutput: \nExit Code: 3\nSignal: 9\nProcess Group PGID: 1\nError: (none)\n"
+    "Exit Code: {}\nSignal: (none)\nProcess Group PGID: 42"
+)
 RULES = {
     "Error: look is not a valid tool, try one of [add].": ("error", "error"),
     "Unknown tool: look": ("error", "strands"),
@@ -120,6 +124,18 @@ RULES = {
     '{"success": false, "reason": "no city"}': ("ok", "looks-like-error"),
     '{"success": true}': ("ok", "ok"),
     "sunny": ("ok", "ok"),
+    CODEX.format(1): ("error", "exit-code"),
+    CODEX.format(0): ("ok", "exit-0"),
+    "Exit code: 2\nWall time: 0.1 seconds\nOutput:\nls: no such file": ("error", "exit-code"),
+    "Wall time: 1.0 seconds\nProcess running with session ID 7\nOutput:\n": ("ok", "ok"),
+    "Process exited with code 1": ("ok", "ok"),
+    "The log says:\n" + CODEX.format(1): ("ok", "ok"),
+    QWEN_CODE.format(1): ("error", "exit-code"),
+    QWEN_CODE.format(0): ("ok", "exit-0"),
+    "Output: x\nExit Code: 1\nSignal: (none)\nProcess Group PGID: 7": ("ok", "ok"),
+    '{"returncode": 1, "output": "timed out"}': ("error", "exit-code"),
+    '{"returncode": 0, "output": "Error: none of it"}': ("ok", "exit-0"),
+    '{"returncode": 1, "job": 7}': ("ok", "ok"),
 }
 
 JSON = st.recursive(
