@@ -1,23 +1,24 @@
 """OpenAI's Responses API.
 
 Instructions become a system message before the input; `text.format` becomes `response_format`, `reasoning.effort`
-becomes `reasoning_effort`. Tools that are no functions go to the model server as they are, which may refuse them. What
-would need OpenAI's own servers (stored prompts and conversations, background) is refused. Nothing here summarises
-reasoning, or shortens a conversation that is too long, so what asks for that is ignored.
+becomes `reasoning_effort`. Tools that Codex offers by default, and that only OpenAI's servers and models know, are left
+out; other hosted tools go to the model server as they are, which may refuse them. What would need OpenAI's own servers
+(stored prompts and conversations, background) is refused. Nothing here summarises reasoning, or shortens a conversation
+that is too long, so what asks for that is ignored.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from agl_core.apis.answered import NOT_KEPT, Answered, Message
-from agl_core.apis.dialect import Dialect, ModelRequest, Translation, joined_parts, unsupported, without_none, wrong
+from agl_core.apis.dialect import Dialect, ModelRequest, Translation, unsupported, wrong
 from agl_core.apis.errors import ApiError
-from agl_core.apis.reply import Reply, called, reasoning_of
+from agl_core.apis.items import LEFT_OUT, read_input
+from agl_core.apis.reply import Reply, called
 from agl_core.apis.streams import Block, BlockRenderer, Event, Renderer
 from agl_core.types import FinishReason, Json
 
@@ -40,10 +41,6 @@ _PREFIXES = {"reasoning": "rs", "content": "msg", "refusal": "msg", "tool_call":
 """Of the ids of items."""
 _OUTPUT = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
 """The items of a reply that are the model's own words."""
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Where the parts that are text have it."""
-_ITEM_ID = re.compile(r"(msg|rs|fc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})_([0-9]+)")
-"""Kind of an item, its reply, and its number among those; a reply of a session is named after it."""
 
 
 class Responses(Dialect):
@@ -67,9 +64,11 @@ class Responses(Dialect):
         include = body.get("include") or ()
         if other := {*include} - {_LOGPROBS, _ENCRYPTED}:
             raise unsupported("include", f"asks for {', '.join(sorted(other))}, which agl does not have")
+        tools = _tools(body, ignored)
+        takes_custom = any(tool["type"] == "custom" for tool in tools)
         messages = [
             *_earlier(body.get("previous_response_id"), answered),
-            *_read_input(body["input"], answered, ignored),
+            *read_input(body["input"], answered, ignored, takes_custom=takes_custom),
         ]
         instructions = body.get("instructions")
         system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
@@ -77,7 +76,7 @@ class Responses(Dialect):
         logprobs = bool(body.get("top_logprobs")) or _LOGPROBS in include
         chat: dict[str, Json] = {
             "messages": [*system, *messages] if messages else [],
-            "tools": [_tool(tool) for tool in body.get("tools") or ()] or None,
+            "tools": tools or None,
             "tool_choice": _tool_choice(body.get("tool_choice")),
             "response_format": _response_format(text.get("format") or {}),
             "verbosity": text.get("verbosity"),
@@ -97,7 +96,7 @@ class Responses(Dialect):
             return {}
         response, numbers = event.get("response", event), itertools.count()
         # Its items are read as they come back in a later request; what hosted tools did is left out.
-        messages = _read_input([item for item in response["output"] if item["type"] in _OUTPUT], Answered(), set())
+        messages = read_input([item for item in response["output"] if item["type"] in _OUTPUT], Answered(), set())
         deltas = [
             {**message, "tool_calls": [{**call, "index": next(numbers)} for call in message.get("tool_calls") or ()]}
             for message in messages
@@ -133,6 +132,22 @@ def _earlier(previous: str | None, answered: Answered) -> Sequence[Message]:
             code="previous_response_not_found",
         )
     return exchange.conversation
+
+
+def _tools(body: Mapping[str, Any], ignored: set[str]) -> list[dict[str, Json]]:
+    """The tools as chat completions describe them, without those that are left out, which are added to `ignored`.
+
+    A custom tool with a grammar is one, unless the model must call it: few servers hold a reply to a grammar.
+    """
+    tools, choice = [], body.get("tool_choice") or {}
+    for tool in body.get("tools") or ():
+        must_call = isinstance(choice, dict) and choice.get("name") == tool.get("name")
+        has_grammar = tool["type"] == "custom" and (tool.get("format") or {}).get("type") == "grammar"
+        if tool["type"] in LEFT_OUT or (has_grammar and not must_call):
+            ignored.add(f"tools.{tool.get('name') or tool['type']}")
+        else:
+            tools.append(_tool(tool))
+    return tools
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Json]:
@@ -307,142 +322,3 @@ class _Events(BlockRenderer):
         number = sum(_PREFIXES[earlier.kind] == prefix for earlier in self.blocks[:index])
         at: dict[str, Json] = {"item_id": f"{prefix}_{unique}_{number}", "output_index": index}
         return at if block.kind == "tool_call" else {**at, "content_index": 0}
-
-
-def _read_input(items: Any, answered: Answered, ignored: set[str]) -> list[Message]:
-    """The chat messages that `input` stands for; what is left out is added to `ignored`.
-
-    The items of one reply (reasoning, text, function calls) are one chat message, however they come back: without ids,
-    or with each call's output behind the call.
-    """
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    reader = _Reader(answered, ignored)
-    for item in items:
-        reader.read(item)
-    return reader.finish()
-
-
-class _Reader:
-    """Puts items together, in order."""
-
-    def __init__(self, answered: Answered, ignored: set[str]) -> None:
-        self._answered, self._ignored = answered, ignored
-        self._messages: list[dict[str, Any]] = []
-        self._reply: dict[str, Any] | None = None
-        """The last assistant message; it may still grow."""
-        self._reply_id: str | None = None
-        """The reply that it echoes, if its items name one."""
-
-    def read(self, item: Mapping[str, Any]) -> None:
-        kind = item.get("type")
-        if kind is None:
-            kind = "message" if "role" in item else "item_reference"
-        match kind:
-            case "message":
-                self._read_message(item)
-            case "function_call" | "custom_tool_call":
-                own_kind, written = ("function", "arguments") if kind == "function_call" else ("custom", "input")
-                tool = {"name": item["name"], written: item[written]}
-                call = {"id": item["call_id"], "type": own_kind, own_kind: tool}
-                self._assistant("tool_calls", item).setdefault("tool_calls", []).append(call)
-            case "function_call_output" | "custom_tool_call_output":
-                content = _content(item["output"])
-                self._messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
-            case "reasoning" if item.get("content"):
-                reasoning = "".join(part["text"] for part in item["content"])
-                message = self._assistant("reasoning_content", item)
-                message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
-            case "reasoning":
-                sealed = {**item, "id": item.get("encrypted_content")}  # Clients that keep nothing leave ids out.
-                if not (self._refer(item) or self._refer(sealed)):  # No model here can read another server's.
-                    self._ignored.add("input.reasoning")
-            case "item_reference":
-                if not self._refer(item):
-                    problem = f"refers to {item['id']!r}, which is not kept. {NOT_KEPT} Send the item itself"
-                    raise wrong("input", problem, code="item_not_found")
-            case _:
-                raise unsupported("input", f"has an item of type {kind!r}, which agl cannot pass on")
-
-    def finish(self) -> list[Message]:
-        return [self._finished(message) if message["role"] == "assistant" else message for message in self._messages]
-
-    def _finished(self, message: dict[str, Any]) -> Message:
-        content = message.get("content") or (None if message.get("tool_calls") else "")
-        return self._answered.own({**message, "content": content})
-
-    def _read_message(self, item: Mapping[str, Any]) -> None:
-        role, content = item["role"], _content(item["content"])
-        if role != "assistant":
-            self._messages.append({"role": role, "content": content})
-            return
-        if not isinstance(content, str) and all(part["type"] == "text" for part in content):
-            content = "".join(part["text"] for part in content)
-        message = self._assistant("content", item)
-        message["content"] = message["content"] + content if message.get("content") else content
-
-    def _refer(self, item: Mapping[str, Any]) -> bool:
-        """Take a part of a kept reply, by its item's id alone; False if it is not kept."""
-        matched = _matched_id(item)
-        exchange = self._answered.of_reply(f"resp_{matched[2]}") if matched else None
-        if matched is None or exchange is None:
-            return False
-        own = exchange.messages[0]
-        number = int(matched[3])
-        if matched[1] == "fc":
-            calls: Any = own.get("tool_calls") or ()
-            if number < len(calls):
-                self._assistant("tool_calls", item).setdefault("tool_calls", []).append(calls[number])
-            return number < len(calls)
-        if number:  # A text that went on: the first one refers to all of it.
-            return True
-        part, value = {
-            "msg": ("content", own.get("content") or own.get("refusal") or ""),
-            "rs": ("reasoning_content", reasoning_of(own)),
-        }[matched[1]]
-        if value is not None:
-            self._assistant(part, item)[part] = value
-        return value is not None
-
-    def _assistant(self, part: str, item: Mapping[str, Any]) -> dict[str, Any]:
-        """The assistant message that an item is part of: the last one, or a new one."""
-        matched, reply_id = _matched_id(item), self._reply_id_of(item)
-        goes_on = matched is not None and int(matched[3]) > 0
-        last = self._reply
-        if last is not None and (part == "tool_calls" or goes_on or part not in last):
-            if reply_id is not None and reply_id == self._reply_id:
-                return last
-            one_unknown = reply_id is None or self._reply_id is None
-            in_order = part == "tool_calls" or (part == "content" and "tool_calls" not in last)
-            if self._messages[-1] is last and one_unknown and in_order:
-                self._reply_id = self._reply_id or reply_id
-                return last
-        self._reply, self._reply_id = {"role": "assistant"}, reply_id
-        self._messages.append(self._reply)
-        return self._reply
-
-    def _reply_id_of(self, item: Mapping[str, Any]) -> str | None:
-        if matched := _matched_id(item):
-            return f"resp_{matched[2]}"
-        call_id = item.get("call_id")
-        return self._answered.reply_of(call_id) if isinstance(call_id, str) else None
-
-
-def _matched_id(item: Mapping[str, Any]) -> re.Match[str] | None:
-    own = item.get("id")
-    return _ITEM_ID.fullmatch(own) if isinstance(own, str) else None
-
-
-def _content(content: Any) -> Json:
-    """A text, or a list of parts as chat completions have them."""
-    return content if isinstance(content, str) else joined_parts([_part(part) for part in content])
-
-
-def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    kind = part["type"]
-    if kind in _TEXTS:
-        return {"type": "text", "text": part[_TEXTS[kind]]}
-    if kind == "input_image" and part.get("image_url") is not None:
-        image = {"url": part["image_url"], "detail": part.get("detail")}
-        return {"type": "image_url", "image_url": without_none(image)}
-    raise unsupported("input", f"has a part of type {kind!r}: agl can pass on text, and images by 'image_url'")

@@ -19,7 +19,7 @@ from agl_core.types import Mode
 
 from ..server_aids import HELLO, SMALLEST, client_of, closed, post_each, reply
 
-HOSTED: Any = {"type": "web_search", "search_context_size": "low"}
+HOSTED: Any = {"type": "file_search", "vector_store_ids": ["v"]}
 SHELL: dict[str, Any] = {"name": "shell", "description": "Runs a command."}
 GRAMMAR = {"definition": "start: /.+/", "syntax": "lark"}
 REQUEST: dict[str, Any] = {"model": "default", "input": "hello"}
@@ -45,12 +45,39 @@ async def test_hosted_tools_are_the_model_servers_affair(stack: Stack) -> None:
     key = await stack.lease()
     client = stack.client(key)
     stack.upstream.script(Say("found"), Fail(400, {"error": {"message": "no such tool."}}))
-    response = await client.responses.create(**REQUEST, tools=[HOSTED], tool_choice={"type": "web_search_preview"})
+    response = await client.responses.create(**REQUEST, tools=[HOSTED], tool_choice={"type": "file_search"})
     assert response.output_text == "found"
     assert stack.upstream.received[0].body["tools"] == [HOSTED]
-    assert stack.upstream.received[0].body["tool_choice"] == {"type": "web_search_preview"}
+    assert stack.upstream.received[0].body["tool_choice"] == {"type": "file_search"}
     with pytest.raises(openai.BadRequestError, match="no such tool"):
         await client.responses.create(**REQUEST, tools=[HOSTED])
+
+
+async def test_a_session_of_codex_is_served_without_what_only_its_own_servers_know(stack: Stack) -> None:
+    key = await stack.lease()
+    run: Any = {"type": "function", "name": "exec_command", "parameters": {"type": "object", "properties": {}}}
+    patch = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", **GRAMMAR}}
+    others = [{"type": "web_search"}, {"type": "tool_search"}, {"type": "shell"}]
+    tools: Any = [run, patch, *others, {"type": "namespace", "name": "mcp__docs", "tools": [run]}]
+    session: Any = [
+        {"role": "user", "content": "hello"},
+        {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done"},
+        {"type": "compaction_trigger"},
+    ]
+    raw = await stack.client(key).responses.with_raw_response.create(model="default", input=session, tools=tools)
+    assert set(raw.headers[HEADER_IGNORED].split(", ")) == {
+        *("tools.apply_patch", "tools.web_search", "tools.tool_search", "tools.shell", "tools.mcp__docs"),
+        *("input.compaction", "input.web_search_call", "input.compaction_trigger"),
+    }
+    (received,) = stack.upstream.received
+    assert [tool["function"]["name"] for tool in received.body["tools"]] == ["exec_command"]
+    _, called, result = received.body["messages"]
+    function = {"name": "apply_patch", "arguments": '{"input":"*** Begin"}'}
+    assert called["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+    assert (result["tool_call_id"], result["content"]) == ("c1", "Done")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -286,7 +313,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"input": []},
         {"input": ["x"]},
         item(),
-        item(type="web_search_call", id="ws_1"),
+        item(type="file_search_call", id="fs_1"),
         item(type="item_reference", id="msg_1"),
         item(type="item_reference", id=f"fc_{32 * '0'}_0"),
         item(role="user"),
