@@ -46,11 +46,12 @@ def line_chart(
     link: Link | None = None,
     *,
     wide: bool = False,
+    whole: bool = False,
     bands: Mapping[str, Points] = MappingProxyType({}),
 ) -> Chart | None:
     """One line for each name, which may be empty; values that are no numbers are left out. None if nothing is left.
 
-    `bands` has the outline of what lies around a line, by the line's name.
+    `bands` has the outline of what lies around a line, by the line's name. A `whole` axis of shares goes from 0 to 1.
     """
     finite = {
         name: [(x, y if abs(y) > ROUNDING else 0.0) for x, y in points if math.isfinite(y)]
@@ -61,7 +62,8 @@ def line_chart(
         return None
     values = [y for points in (*finite.values(), *bands.values()) for _, y in points]
     low = min([0.0, *values]) if min(values) < 0.4 * max(values) else min(values)
-    scale = Scale(_steps(finite), low, max(values), _WIDE if wide else NARROW)
+    low, high = (0.0, 1.0) if whole and low >= 0 and max(values) <= 1 else (low, max(values))
+    scale = Scale(_steps(finite), low, high, _WIDE if wide else NARROW)
     parts = [*scale.axes()]
     for at, (name, points) in enumerate(finite.items()):
         if name in bands:

@@ -134,6 +134,18 @@ def test_axe_finds_no_serious_fault_and_no_page_is_wider_than_a_phone(running: R
     assert not faults
 
 
+@pytest.mark.parametrize(("path", "columns"), [("/", ["before", "after"]), (PAGES["step"], ["reward", "advantage"])])
+def test_a_phone_shows_the_numbers_that_matter(running: Running, page: Page, path: str, columns: list[str]) -> None:
+    page.look(width=390)
+    page.open(running.page(path))
+    for column in columns:
+        edge = page.run(
+            f"[...document.querySelectorAll('thead th')].find((th) => th.innerText.includes('{column}'))"
+            ".getBoundingClientRect().right"
+        )
+        assert 0 < edge <= 390, column
+
+
 def test_keys_lead_through_a_page(running: Running, page: Page) -> None:
     page.open(running.page(PAGES["step"]))
     page.press("j")
@@ -169,6 +181,6 @@ def test_runs_are_chosen_and_compared_without_typing(running: Running, page: Pag
     page.run("document.querySelector('input[type=checkbox]').click()")
     running.step(2, 0.75)
     page.until("document.body.innerText.includes('2 / 4')")
-    page.run("document.querySelector('form button').click()")
+    page.run("document.querySelector('button[form=chosen]').click()")
     page.until("location.pathname === '/compare' && document.querySelector('form.filters')")
     assert page.run("location.search") == "?run=calc"

@@ -37,6 +37,19 @@ def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(runs: Folder) 
     assert "Proof. different from 1 to 1; exact from 3 to 3" in charts
     assert {"Dropped. no_advantage from 4 to 4", "Groups without contrast. from 0.5 to 0.5"} <= charts
     assert STEP in page.links
+    assert next(attributes for tag, attributes in page.tags if tag == "details") == {}, "one step is no curve: folded"
+
+
+def test_endings_stand_beside_the_reward_and_shares_on_an_axis_of_all_of_them(runs: Folder) -> None:
+    line = {"kind": "train", "restart": 0, "reward/mean": 0.5, "groups/no_contrast": 0.25, "ending/finished": 20}
+    runs.make(metrics=[{**line, "step": step, "ending/crashed": 2} for step in (1, 2)])
+
+    page = runs.page("/runs/calc")
+
+    assert "crashed, of 44 rollouts 4" in text_of(page)
+    assert "/runs/calc/rollouts?mode=train&ending=crashed" in Parsed(page).links
+    assert page.count(">1</text>") == 4, "the top of both axes, and the first step"
+    assert next(attributes for tag, attributes in Parsed(page).tags if tag == "details") == {"open": None}
 
 
 def test_a_run_that_imitates_has_the_curve_of_its_loss(runs: Folder) -> None:

@@ -228,7 +228,8 @@ class Pages:
                 for text, id, logprob, by_policy in zip(shown, ids, logprobs, sampled, strict=True)
             ]
             choices.append((choice, tokens, texts is not None))
-        return self.render(request, "call.html", call=call, choices=choices)
+        asked = {key: value for key, value in call.request.items() if key != "tools"}
+        return self.render(request, "call.html", call=call, asked=asked, choices=choices)
 
     def found(self, request: Request) -> tuple[str, Path]:
         """The run that the address names."""

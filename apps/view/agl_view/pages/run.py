@@ -15,6 +15,7 @@ from agl_core.errors import AglError, ConfigError
 from agl_core.reading.metrics import LOSSES, MetricsLine, held_out, read_health, series
 from agl_core.reading.rollouts import Query, list_rollouts, read_entries
 from agl_core.reading.runs import read_entry, read_settings, read_start
+from agl_core.training.metrics import counts
 from agl_core.types import Mode, Verdict
 from agl_view.charts import Chart, Link, Points, histogram, line_chart, stacked
 from agl_view.pages.base import Pages, read_query, run_line
@@ -73,11 +74,13 @@ async def run_page(pages: Pages, request: Request) -> Response:
         trained=trained,
         last=last,
         rewards=_histogram(name, step, rewards, "rollouts" if step in trained else "rollouts so far"),
-        main=line_chart("Reward", "mean over rollouts", {"training": training, **sets}, link, wide=True)
+        main=line_chart("Reward", "mean over rollouts", {"training": training, **sets}, link, wide=True, whole=True)
         or line_chart("Loss", "nats per response token", imitation, link, wide=True),
-        charts=[chart for chart in _charts(lines, link) if chart is not None],
+        charts=_charts(lines, link),
+        flat=len(trained) == 1,
         evaluations=[(kind, points[0], points[-1]) for kind, points in {**evaluated, **losses}.items() if points],
         latest={line.step: line.values for line in lines if line.kind == "train"}.get(last, {}),
+        endings=counts([line.values for line in lines if line.kind == "train"], "ending/"),
         table=_table(lines),
         columns=list(_COLUMNS),
         link=link,
@@ -101,14 +104,16 @@ def _facts(folder: Path, lines: Sequence[MetricsLine], started: float | None) ->
     return {name: value for name, value in facts.items() if value}
 
 
-def _charts(lines: Sequence[MetricsLine], link: Link) -> list[Chart | None]:
+def _charts(lines: Sequence[MetricsLine], link: Link) -> list[Chart]:
     equal = series(lines, "train", "groups/no_contrast")
     kl = {
         **_updates(lines, "kl_reference", "from the initial weights"),
         **_updates(lines, "kl_behaviour", "from the sampler"),
     }
-    return [
-        line_chart("Groups without contrast", "share of groups whose rewards are all equal", {"": equal}, link),
+    charts = [
+        line_chart(
+            "Groups without contrast", "share of groups whose rewards are all equal", {"": equal}, link, whole=True
+        ),
         stacked("Dropped", "transitions that were not trained on, by reason", _by_kind(lines, "dropped/"), link),
         stacked("Proof", "trained tokens, by what is proved of them", _by_kind(lines, "proved/"), link),
         line_chart("Loss", "of the update", _updates(lines, "loss"), link),
@@ -125,6 +130,7 @@ def _charts(lines: Sequence[MetricsLine], link: Link) -> list[Chart | None]:
         line_chart("Staleness", "updates since the oldest call of a rollout", _staleness(lines), link),
         line_chart("Gradient norm", "before clipping", _updates(lines, "grad_norm"), link),
     ]
+    return [chart for chart in charts if chart is not None]
 
 
 def _keys_below(lines: Sequence[MetricsLine], prefix: str) -> list[str]:
