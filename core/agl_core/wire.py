@@ -25,6 +25,8 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
+MAX_VALUES = 200_000
+"""Values in a body of JSON, of a worker or an agent."""
 MAX_REPORTS = 10_000
 """Tool results, and rewards, that one attempt may report."""
 MAX_BYPASSED, MAX_ADDRESS = 100, 500

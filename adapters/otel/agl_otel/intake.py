@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import orjson
+from google.protobuf.internal.decoder import _DecodeVarint  # type: ignore[import-untyped]
 from google.protobuf.json_format import MessageToJson, ParseDict, ParseError  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -32,15 +34,17 @@ from agl_core.server.listening import read_body
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
 from agl_core.types.forms import parse_json
-from agl_otel.spans import Span, SpanTree, see
+from agl_otel.spans import SeenSpan, Span, SpanTree, see
 
 logger = logging.getLogger(__name__)
 
 _NANO = 1e-9
 _IDS = ("traceId", "spanId", "parentSpanId")
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
-_MAX_SPANS = 10_000
-"""Of one attempt."""
+_MAX_SPANS, _MAX_KEPT = 10_000, 64 << 20
+"""Of one attempt, and the bytes of its tools' arguments and results."""
+_MAX_SPAN, _MAX_FIELDS = 4 << 20, 200_000
+"""Bytes of one span, and fields around the spans of one export."""
 _LATE = (
     "Spans came after their attempt had ended, and do not count. Exporters send in batches, every 5 seconds by "
     "default: flush before the agent returns (provider.force_flush()), or set OTEL_BSP_SCHEDULE_DELAY=100. "
@@ -58,13 +62,18 @@ class _Trace:
     tool_results: dict[str, ToolResult] = field(default_factory=dict)
     identities: dict[str, Identity] = field(default_factory=dict)
     """By response id."""
+    kept: int = 0
+    """Bytes of the tools' arguments and results."""
+    unrecorded: list[SeenSpan] = field(default_factory=list)
+    """Spans of which the store does not know all."""
 
     def add(self, spans: Iterable[Span]) -> tuple[list[ToolResult], dict[str, Identity]]:
         """Tool results and callers that are new or changed because of these spans."""
-        for span in spans:
-            self.tree.add(see(span))
-        reports = [report for report in self.tree.tool_results() if self.tool_results.get(report.id) != report]
-        callers = self.tree.callers().items()
+        changed = self.unrecorded = [*self.unrecorded, *self.tree.add(map(see, spans))]
+        kept = [[span.did.arguments, span.did.result] for span in changed if isinstance(span.did, ToolResult)]
+        self.kept += len(orjson.dumps(kept))
+        reports = [report for report in self.tree.tool_results(changed) if self.tool_results.get(report.id) != report]
+        callers = self.tree.callers(changed).items()
         return reports, {
             id: who for id, who in callers if self.identities.get(id) != who and (who.agent or who.parent_span)
         }
@@ -84,6 +93,7 @@ class SpanIntake:
     def __init__(self, store: Store, leased: Callable[[Request], ActiveAttempt]) -> None:
         self._store, self._leased = store, leased
         self._traces: dict[AttemptKey, _Trace] = {}
+        self._decoding = asyncio.Lock()
         self._warned = False
 
     def routes(self) -> list[Route]:
@@ -102,8 +112,9 @@ class SpanIntake:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in (_JSON, _PROTOBUF):
             raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
-        body = await read_body(request)
-        spans, refused = await asyncio.to_thread(_decoded, body, kind)
+        body = await read_body(request, attempt=attempt.key, is_json=kind == _JSON)
+        async with self._decoding:  # One at a time: a span of many small values takes thirty times its bytes.
+            spans, refused = await asyncio.to_thread(_decoded, body, kind)
         if spans and (reason := await self._take(attempt, spans)):
             refused[reason] += len(spans)
         reply = ExportTraceServiceResponse()
@@ -123,10 +134,9 @@ class SpanIntake:
                 logger.warning(_LATE)
             return f"attempt {attempt.record.attempt} of rollout {attempt.record.rollout} is closed: they do not count"
         trace = self._traces.setdefault(attempt.key, _Trace(attempt))
-        if len(trace.tree) + len(spans) > _MAX_SPANS:
-            return (
-                f"attempt {attempt.record.attempt} of rollout {attempt.record.rollout} has {_MAX_SPANS} spans already"
-            )
+        if len(trace.tree) + len(spans) > _MAX_SPANS or trace.kept > _MAX_KEPT:
+            room = f"{_MAX_SPANS} spans already, or {_MAX_KEPT >> 20} MiB of tools' arguments and results"
+            return f"attempt {attempt.record.attempt} of rollout {attempt.record.rollout} has {room}"
         # The attempt's end waits for what came in before it, also where the exporter hangs up.
         task = asyncio.create_task(self._record(attempt.key, trace, spans))
         attempt.committing.add(task)
@@ -143,17 +153,17 @@ class SpanIntake:
                 await self._store.put(*tool_results, *named)
             trace.tool_results.update({report.id: report for report in reports})
             trace.identities.update(callers)
+            trace.unrecorded = []
 
     async def _named(self, key: AttemptKey, callers: dict[str, Identity], before: dict[str, Identity]) -> list[Call]:
         """The recorded calls to which these callers add something."""
         changed = []
-        for call in await self._store.calls([key]) if callers else ():
-            if call.id in callers:
-                new, earlier = callers[call.id], before.get(call.id, Identity())
-                agent = new.agent if call.agent in (None, earlier.agent) else call.agent
-                parent = new.parent_span if call.parent_span in (None, earlier.parent_span) else call.parent_span
-                if (agent, parent) != (call.agent, call.parent_span):
-                    changed.append(replace(call, agent=agent, parent_span=parent))
+        for call in await self._store.calls([key], callers) if callers else ():
+            new, earlier = callers[call.id], before.get(call.id, Identity())
+            agent = new.agent if call.agent in (None, earlier.agent) else call.agent
+            parent = new.parent_span if call.parent_span in (None, earlier.parent_span) else call.parent_span
+            if (agent, parent) != (call.agent, call.parent_span):
+                changed.append(replace(call, agent=agent, parent_span=parent))
         return changed
 
 
@@ -162,25 +172,55 @@ def _decoded(body: bytes, kind: str) -> tuple[list[Span], Counter[str]]:
 
     The ids in OTLP's JSON are hexadecimal, where protobuf's own JSON has base64.
     """
+    spans, refused = list[Span](), Counter[str]()
     try:
         if kind == _PROTOBUF:
-            request = ExportTraceServiceRequest.FromString(body)
+            messages = []
+            for message in _binary_spans(memoryview(body)):
+                if len(message) > _MAX_SPAN:
+                    refused[f"they are larger than {_MAX_SPAN >> 20} MiB"] += 1
+                else:
+                    messages.append(trace_pb2.Span.FromString(message))
         else:
             export = parse_json(body)
             for span in _json_spans(export):
                 span.update({n: base64.b64encode(bytes.fromhex(span[n])).decode() for n in _IDS if n in span})
             request = ParseDict(export, ExportTraceServiceRequest(), ignore_unknown_fields=True)
-    except (DecodeError, ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            messages = [s for resource in request.resource_spans for scope in resource.scope_spans for s in scope.spans]
+    except (DecodeError, ParseError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise ApiError(400, f"The body is not an ExportTraceServiceRequest: {error}") from error
-    spans, refused = list[Span](), Counter[str]()
-    for resource in request.resource_spans:
-        for scope in resource.scope_spans:
-            for span in scope.spans:
-                if len(span.trace_id) == 16 and len(span.span_id) == 8 and any(span.trace_id) and any(span.span_id):
-                    spans.append(_span(span))
-                else:
-                    refused["their trace or span id is not valid"] += 1
+    for span in messages:
+        if len(span.trace_id) == 16 and len(span.span_id) == 8 and any(span.trace_id) and any(span.span_id):
+            spans.append(_span(span))
+        else:
+            refused["their trace or span id is not valid"] += 1
     return spans, refused
+
+
+def _binary_spans(export: memoryview) -> Iterator[memoryview]:
+    """The spans of an export, each still in protobuf: parsed as a whole, two bytes of it may take two hundred."""
+    left = iter(range(_MAX_FIELDS))
+    for resource in _messages(export, 1, left):  # The numbers are those of resource_spans, scope_spans and spans.
+        for scope in _messages(resource, 2, left):
+            yield from _messages(scope, 2, left)
+
+
+def _messages(message: memoryview, number: int, left: Iterator[int]) -> Iterator[memoryview]:
+    """The messages in the repeated field of this number; other fields are passed over."""
+    position = 0
+    while position < len(message):
+        key, position = _DecodeVarint(message, position)
+        if key & 7 == 0:
+            size, (_, position) = 0, _DecodeVarint(message, position)
+        elif key & 7 == 2:
+            size, position = _DecodeVarint(message, position)
+        else:
+            size = {1: 8, 5: 4}[key & 7]
+        if position + size > len(message) or next(left, None) is None:
+            raise DecodeError("it is cut off, or has too many fields")
+        if key == number << 3 | 2:
+            yield message[position : position + size]
+        position += size
 
 
 def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Json]:

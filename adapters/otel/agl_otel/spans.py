@@ -17,7 +17,7 @@ from agl_core.capture.status import Decided, failure_status, message_status, mes
 from agl_core.types import Identity, Json, ToolResult, ToolStatus
 from agl_core.types.forms import parse_if_json
 
-_MAX_LINEAGE = 1000
+_MAX_LINEAGE = 100
 _CALLS = frozenset({"chat", "text_completion", "generate_content", "completion", "response"})
 """Operations that are LLM calls; embeddings, for instance, are not."""
 _MAX_ERROR = 2000
@@ -316,47 +316,76 @@ class SpanTree:
 
     def __init__(self) -> None:
         self._spans: dict[tuple[str, str], SeenSpan] = {}
+        self._inner: dict[tuple[str, str], list[SeenSpan]] = {}
+        """The spans directly below one, which may not be there yet."""
+        self._lineages: dict[tuple[str, str], list[SeenSpan]] = {}
+        """Of spans that were looked at since spans were added last."""
 
     def __len__(self) -> int:
         return len(self._spans)
 
-    def add(self, span: SeenSpan) -> None:
-        """Add a span; a later one with the same ids changes nothing."""
-        self._spans.setdefault(span.key, span)
+    def add(self, spans: Iterable[SeenSpan]) -> list[SeenSpan]:
+        """Add spans; later ones with the same ids change nothing. Those of which more is known now than before."""
+        new = []
+        self._lineages.clear()
+        for span in spans:
+            if span.key not in self._spans:
+                self._spans[span.key] = span
+                self._inner.setdefault((span.trace, span.parent or ""), []).append(span)
+                new.append(span)
+        return self._with_inner(new)
+
+    def _with_inner(self, spans: Iterable[SeenSpan]) -> list[SeenSpan]:
+        """Spans and all below them, those that started first at the beginning."""
+        inside: dict[tuple[str, str], SeenSpan] = {}
+        waiting = [*spans]
+        while waiting:
+            span = waiting.pop()
+            if span.key not in inside:
+                inside[span.key] = span
+                waiting += self._inner.get(span.key, ())
+        return sorted(inside.values(), key=lambda span: span.started or 0.0)
 
     def lineage(self, span: SeenSpan) -> list[SeenSpan]:
         """The span and those around it, as far as they are known; innermost first."""
-        lineage: dict[tuple[str, str], SeenSpan] = {}
-        outer: SeenSpan | None = span
-        while outer is not None and outer.key not in lineage and len(lineage) < _MAX_LINEAGE:
-            lineage[outer.key] = outer
-            outer = self._spans.get((outer.trace, outer.parent)) if outer.parent else None
-        return list(lineage.values())
+        if span.key not in self._lineages:
+            lineage: dict[tuple[str, str], SeenSpan] = {}
+            outer: SeenSpan | None = span
+            while outer is not None and outer.key not in lineage and len(lineage) < _MAX_LINEAGE:
+                lineage[outer.key] = outer
+                outer = self._spans.get((outer.trace, outer.parent)) if outer.parent else None
+            self._lineages[span.key] = list(lineage.values())
+        return self._lineages[span.key]
 
-    def callers(self) -> dict[str, Identity]:
-        """Who made the calls, by the id of the reply."""
+    def callers(self, spans: Iterable[SeenSpan]) -> dict[str, Identity]:
+        """Who made the calls of these spans, by the id of the reply."""
         callers = {}
-        for spans in self._seen_together(ModelCall, outermost_call):
-            ids = {span.did.response_id: span for span in spans if isinstance(span.did, ModelCall)}
+        for seen in self._seen_together(spans, ModelCall, outermost_call):
+            ids = {span.did.response_id: span for span in seen if isinstance(span.did, ModelCall)}
             ids.pop(None, None)
             for response_id, span in ids.items():  # Google ADK can leave a call's span open around the next call's.
-                callers[response_id] = identity_of(self.lineage(span if len(ids) > 1 else spans[-1]))
+                callers[response_id] = identity_of(self.lineage(span if len(ids) > 1 else seen[-1]))
         return callers
 
-    def tool_results(self) -> list[ToolResult]:
-        """The results of tools, in the order in which the tools started."""
-        runs = self._seen_together(ToolResult, outermost_execution)
-        return [tool_result_of(spans, agent_of(self.lineage(spans[-1]))) for spans in runs]
+    def tool_results(self, spans: Iterable[SeenSpan]) -> list[ToolResult]:
+        """The results of the tools of these spans, in the order in which the tools started."""
+        runs = self._seen_together(spans, ToolResult, outermost_execution)
+        return [tool_result_of(seen, agent_of(self.lineage(seen[-1]))) for seen in runs]
 
     def _seen_together(
-        self, kind: type[ModelCall | ToolResult], outermost: Callable[[list[SeenSpan]], SeenSpan]
+        self,
+        spans: Iterable[SeenSpan],
+        kind: type[ModelCall | ToolResult],
+        outermost: Callable[[list[SeenSpan]], SeenSpan],
     ) -> list[list[SeenSpan]]:
-        """The spans of each call, or run of a tool, which several instrumentations may have seen: outermost first."""
-        groups: dict[tuple[str, str], list[SeenSpan]] = {}
-        for span in sorted(self._spans.values(), key=lambda span: span.started or 0.0):
-            if isinstance(span.did, kind):
-                groups.setdefault(outermost(self.lineage(span)).key, []).append(span)
-        return [sorted(spans, key=lambda span: len(self.lineage(span))) for spans in groups.values()]
+        """All spans of each call, or run of a tool, which several instrumentations may have seen: outermost first."""
+        groups: dict[tuple[str, str], list[SeenSpan]] = {
+            root.key: [] for span in spans if isinstance(span.did, kind) and (root := outermost(self.lineage(span)))
+        }
+        for span in self._with_inner(self._spans[key] for key in groups):
+            if isinstance(span.did, kind) and (key := outermost(self.lineage(span)).key) in groups:
+                groups[key].append(span)
+        return [sorted(seen, key=lambda span: len(self.lineage(span))) for seen in groups.values()]
 
 
 def _is_same(inner: ModelCall | ToolResult | None, outer: ToolResult) -> bool:

@@ -19,6 +19,7 @@ from agl_core.errors import StoreError
 from agl_core.server.listening import MAX_AGENT_BODY
 from agl_core.types import AttemptKey, ToolStatus
 from agl_core.types.forms import to_json
+from agl_core.wire import MAX_VALUES
 from agl_otel.intake import _decoded
 from agl_otel.spans import SpanTree, see
 
@@ -123,6 +124,8 @@ async def test_spans_without_a_valid_id_are_counted(intake: IntakeStack) -> None
         (415, PROTOBUF, {"content_encoding": "br"}),
         (400, PROTOBUF, {"content_encoding": "gzip"}),
         (400, PROTOBUF, {"body": b"\xff\xff"}),
+        (400, PROTOBUF, {"body": b"\x0a\x00" * 200_001}),
+        (413, JSON, {"body": b'{"resourceSpans":[' + b"{}," * MAX_VALUES + b"{}]}"}),
         (400, JSON, {"body": b"{"}),
         (400, JSON, {"body": b"[]"}),
         (400, JSON, {"body": b'{"resourceSpans": 1}'}),
@@ -161,6 +164,8 @@ async def test_an_attempt_has_room_for_so_many_spans(intake: IntakeStack) -> Non
             tracer.start_span("step").end()
 
     assert refused(await post(intake, exported(many).SerializeToString(), key=key))[0] == 0
+    large = exported(lambda tracer: tracer.start_span("x" * (4 << 20)).end()).SerializeToString()
+    assert refused(await post(intake, large, key=key)) == (1, "1 spans: they are larger than 4 MiB")
     count, why = refused(await post(intake, exported(many).SerializeToString(), key=key))
     assert (count, "10000 spans already" in why) == (5_001, True)
 
@@ -219,7 +224,6 @@ def read_all(kind: str, body: bytes) -> None:
             raise
         return
     tree = SpanTree()
-    for span in spans:
-        tree.add(see(span))
-    json.dumps([to_json(report) for report in tree.tool_results()])
-    tree.callers()
+    changed = tree.add(map(see, spans))
+    json.dumps([to_json(report) for report in tree.tool_results(changed)])
+    tree.callers(changed)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from agl_core.types import ToolResult
-from agl_otel.spans import Span, see
+from agl_otel.spans import Span, SpanTree, see
 
 AGENT, TOOL = {"openinference.span.kind": "AGENT"}, {"openinference.span.kind": "TOOL"}
 
@@ -103,3 +104,12 @@ def test_the_word_of_ag2_for_an_agent_without_a_name_is_no_name() -> None:
     assert see(span("invoke_agent unknown", {**attributes, "gen_ai.agent.name": "unknown"})).agent is None
     assert see(span("invoke_agent unknown", attributes)).agent is None
     assert see(span("invoke_agent x", {**attributes, "gen_ai.agent.name": "the unknown"})).agent == "the unknown"
+
+
+def test_what_a_span_changes_does_not_grow_with_the_spans_before_it() -> None:
+    tree = SpanTree()
+    tools = [replace(span("execute_tool add", TOOL), id=f"{number:016x}", parent=f"{99:016x}") for number in range(50)]
+    assert [len(tree.add([see(tool)])) for tool in tools] == [1] * 50
+    around = tree.add([see(replace(span("invoke_agent solver", AGENT), id=f"{99:016x}"))])
+    assert {result.agent for result in tree.tool_results(around)} == {"solver"}
+    assert len(tree.tool_results(around)) == 50

@@ -36,7 +36,6 @@ _MAX_STATE = 16_384
 """Bytes of JSON."""
 _MAX_HEADER = 6_144
 """Bytes of the packed header: proxies take headers of 8 KiB, and the others need room too."""
-_MAX_UNPACKED = 1 << 20
 
 
 def new_span() -> str:
@@ -230,7 +229,7 @@ def unpack_variables(header: str | None) -> Mapping[str, Json] | None:
     if header is None:
         return None
     try:
-        unpacked = zlib.decompressobj().decompress(base64.urlsafe_b64decode(header), _MAX_UNPACKED)
+        unpacked = zlib.decompressobj().decompress(base64.urlsafe_b64decode(header), _MAX_STATE)
         variables = orjson.loads(unpacked)
     except (binascii.Error, ValueError, zlib.error):
         return None

@@ -5,6 +5,7 @@ passed on without being recorded, the OpenAPI document, and what clients get at 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +28,7 @@ from agl_core.apis.responses import Responses
 from agl_core.config.sections import PassthroughSection
 from agl_core.server.gateway import Gateway
 from agl_core.server.keys import ActiveAttempt, Keys, attempt_key, carries, refused_key
-from agl_core.server.listening import read_body, unless_gone
+from agl_core.server.listening import HELD_BODY, HeldBody, read_body, unless_gone
 from agl_core.server.queue import RolloutQueue
 from agl_core.types import AttemptKey
 from agl_core.wire import (
@@ -147,8 +148,16 @@ class ModelCalls:
 
     def __init__(self, app: ASGIApp, gateway: Gateway, passthrough: Passthrough) -> None:
         self._app, self._gateway, self._passthrough = app, gateway, passthrough
+        self._bodies: Counter[AttemptKey | None] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = scope[HELD_BODY] = HeldBody(self._bodies)
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            body.release()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         response, target = self._app, find_route(scope["path"])
         if target is not None:
             route, method, request = target.route, scope["method"], CallRequest(scope, receive, target)
@@ -229,7 +238,7 @@ async def _read(request: Request, operation: Operation[Asked, Any]) -> Asked:
     try:  # Strict: "1" is no integer, false no number.
         return operation.body.model_validate_json(await read_body(request, operation.largest), strict=True)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors())
+        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors()[:10])
         raise ApiError(422, f"{request.url.path}: {problems}", code="invalid_body") from error
 
 
@@ -268,7 +277,8 @@ class Passthrough:
         headers = {name: request.headers[name] for name in ("accept", "content-type") if name in request.headers}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        url, body = f"{base.rstrip('/')}{route.removeprefix('/v1')}", await read_body(request)
+        url = f"{base.rstrip('/')}{route.removeprefix('/v1')}"
+        body = await read_body(request, attempt=attempt.key, is_json=False)
         attempt.passed_through[route.removeprefix("/v1/")] += 1
         if self._client is None:
             # A proxy of the environment is for servers elsewhere; the model server is asked directly everywhere.

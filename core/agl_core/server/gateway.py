@@ -122,7 +122,7 @@ class Gateway:
         live = LiveReply(connection, send)
         try:
             attempt = await self.attribution.open(request)
-            raw = await read_body(request)
+            raw = await read_body(request, attempt=attempt.key)
             parsed = dialect.parse(raw, attempt.answered)
             if not parsed.model:
                 served = self.current_destination(attempt).upstream.models

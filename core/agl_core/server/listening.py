@@ -13,6 +13,7 @@ import gc
 import logging
 import socket
 import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, cast
 
@@ -26,6 +27,9 @@ from uvicorn.server import ServerState
 
 from agl_core.apis.errors import ApiError, openai_error
 from agl_core.errors import ServerError
+from agl_core.types import AttemptKey
+from agl_core.types.forms import count_values
+from agl_core.wire import MAX_VALUES
 
 try:
     from uvloop import new_event_loop
@@ -48,6 +52,14 @@ CONNECTION = "agl.connection"
 """In a request's scope: the `HttpConnection` over which it came."""
 MAX_AGENT_BODY = 64 << 20
 """Bytes of a request of an agent: images and audio need space."""
+HELD_BODY = "agl.body"
+"""In a request's scope: its `HeldBody`."""
+MAX_HELD_OF_ATTEMPT, MAX_HELD = 128 << 20, 2 << 30
+"""Weight of the bodies that are not answered yet: of one attempt, and of all requests."""
+_VALUE_WEIGHT, _SMALL_WEIGHT = 100, 32
+"""Bytes that a JSON value takes in memory; and for each byte of a small body, whose values are not counted."""
+_SMALL, _LARGE = 4 << 10, 1 << 20
+"""Bytes up to which a body is small, and from which on it is unpacked and looked through off the event loop."""
 _UNSENT = 0.01
 """Seconds between two looks at what is not sent yet."""
 _GRACEFUL = 5.0
@@ -250,12 +262,46 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.close()
 
 
-async def read_body(request: Request, most: int | None = None) -> bytes:
+class HeldBody:
+    """What one request's body weighs in memory, from its first byte until the request is answered."""
+
+    def __init__(self, weights: Counter[AttemptKey | None]) -> None:
+        self._weights, self._weight = weights, 0
+        self.attempt: AttemptKey | None = None
+        """The attempt that sent it, if one did; set before any weight is."""
+
+    def add(self, weight: int) -> None:
+        """ApiError if the attempt, or all requests, hold too much then."""
+        self._weight += weight
+        self._weights.update({self.attempt: weight, None: weight})
+        if self.attempt is not None and self._weights[self.attempt] > MAX_HELD_OF_ATTEMPT:
+            problem = "The requests of this attempt that are not answered yet are too large together"
+            raise ApiError(429, f"{problem}: wait for replies.", code="too_much_in_flight", retry_after=5)
+        # Ordinary requests go on where large ones fill the space of all.
+        if self._weights[None] > MAX_HELD * (1 if self._weight > _LARGE else 2):
+            problem = "The server holds too many large requests: this one may be sent again."
+            raise ApiError(503, problem, type="server_error", code="too_much_in_flight", retry_after=5)
+
+    def release(self) -> None:
+        """The request is answered."""
+        for holder in {self.attempt, None}:
+            self._weights[holder] -= self._weight
+            if not self._weights[holder]:
+                del self._weights[holder]
+
+
+async def read_body(
+    request: Request, most: int | None = None, attempt: AttemptKey | None = None, *, is_json: bool = True
+) -> bytes:
     """The body of a request, without its content encoding; ApiError if it is too large, or breaks off.
 
-    It may have `most` bytes, by default as many as an agent may send. Nothing is read of one that announces more.
+    It may have `most` bytes, by default as many as an agent may send, and `MAX_VALUES` if it `is_json`: parsing makes
+    an object of each value, however few bytes it has. Nothing is read of one that announces more. It counts as held
+    by the `attempt` that sent it.
     """
     most = MAX_AGENT_BODY if most is None else most
+    held: HeldBody = request.scope[HELD_BODY]
+    held.attempt = attempt
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and len(announced) < 20 and int(announced) > most:
         raise body_too_large(most)
@@ -266,12 +312,25 @@ async def read_body(request: Request, most: int | None = None) -> bytes:
             raise ApiError(400, "The client hung up before its request was whole.", code="hung_up")
         parts.append(message.get("body", b""))
         size += len(parts[-1])
+        held.add(len(parts[-1]))
         more = message.get("more_body", False)
         if size > most:
             raise body_too_large(most)
     body = b"".join(parts)
-    encoding = request.headers.get("content-encoding")
-    return body if encoding is None else _decompressed(body, encoding.strip().lower(), most)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding == "gzip":
+        body = await _decompressed(body, most, held)
+    elif encoding not in ("", "identity"):
+        raise ApiError(415, f"Content-Encoding {encoding!r} is not known here: send gzip or none.")
+    if len(body) <= _SMALL:
+        held.add(_SMALL_WEIGHT * len(body))
+    elif is_json:
+        count = functools.partial(count_values, body, MAX_VALUES)
+        values = count() if len(body) <= _LARGE else await asyncio.to_thread(count)
+        if values > MAX_VALUES:
+            raise ApiError(413, f"The request body has more than {MAX_VALUES:,} JSON values.", code="body_too_large")
+        held.add(_VALUE_WEIGHT * values)
+    return body
 
 
 async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
@@ -292,21 +351,21 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
-    if encoding in ("", "identity"):
-        return body
-    if encoding != "gzip":
-        raise ApiError(415, f"Content-Encoding {encoding!r} is not known here: send gzip or none.")
-    inflater = zlib.decompressobj(wbits=31)
-    try:
-        plain = inflater.decompress(body, most + 1)
-    except zlib.error as wrong:
-        raise ApiError(400, f"The body is not gzip, although its Content-Encoding says so ({wrong}).") from wrong
-    if len(plain) > most:
-        raise body_too_large(most)
-    if not inflater.eof:
-        raise ApiError(400, "The gzip body is cut off.")
-    return plain
+async def _decompressed(body: bytes, most: int, held: HeldBody) -> bytes:
+    inflater, pieces, size = zlib.decompressobj(wbits=31), list[bytes](), 0
+    while not inflater.eof:
+        try:
+            pieces.append(await asyncio.to_thread(inflater.decompress, body, _LARGE))
+        except zlib.error as wrong:
+            raise ApiError(400, f"The body is not gzip, although its Content-Encoding says so ({wrong}).") from wrong
+        body = inflater.unconsumed_tail
+        size += len(pieces[-1])
+        held.add(len(pieces[-1]))
+        if size > most:
+            raise body_too_large(most)
+        if not (pieces[-1] or inflater.eof):
+            raise ApiError(400, "The gzip body is cut off.")
+    return b"".join(pieces)
 
 
 def body_too_large(most: int) -> ApiError:

@@ -92,8 +92,8 @@ class Store(Protocol):
     async def attempts(self, *rollouts: str) -> list[Attempt]:
         """Every attempt of these rollouts: by rollout as asked, then in order."""
 
-    async def calls(self, attempts: Iterable[AttemptKey]) -> list[Call]:
-        """The calls of these attempts, each attempt's in the order they started."""
+    async def calls(self, attempts: Iterable[AttemptKey], ids: Collection[str] | None = None) -> list[Call]:
+        """The calls of these attempts, each attempt's in the order they started; with `ids`, only those."""
 
     async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
         """The tool results of these attempts, in the order they were recorded."""

@@ -28,7 +28,7 @@ from agl_core.store.connections import transaction
 from agl_core.store.interface import Wanted
 from agl_core.store.tables import LEASES, ROLLOUTS, insertion
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, RolloutState, Run, TrainingRecord
-from agl_core.types.forms import from_json, load_json
+from agl_core.types.forms import dump_json, from_json, load_json
 
 Kept = TypeVar("Kept")
 
@@ -37,7 +37,7 @@ _REFERENCES = "SELECT pieces FROM records"
 _ASKED = (
     "FROM json_each(?) AS asked CROSS JOIN attempts ON attempts.rollout = json_extract(asked.value, '$[0]') "
     "AND attempts.attempt = json_extract(asked.value, '$[1]') "
-    "CROSS JOIN records ON records.owner = attempts.seq AND records.kind = ? ORDER BY"
+    "CROSS JOIN records ON records.owner = attempts.seq AND records.kind = ?"
 )
 """One statement for any number of attempts: CROSS JOIN makes SQLite look up each of them by the index."""
 _NO_PIECES = Pieces(first=0)
@@ -167,10 +167,14 @@ def attempts(connection: sqlite3.Connection, *rollouts: str) -> list[Attempt]:
     return decode(Attempt, rows)
 
 
-def calls(connection: sqlite3.Connection, attempts: Iterable[AttemptKey]) -> list[Call]:
-    """Those of these attempts: by attempt as asked, then in the order they started."""
-    sql = f"SELECT asked.key, body, pieces, arrays {_ASKED} asked.key, records.seq"
-    rows = connection.execute(sql, (_asked(attempts), Call.__name__)).fetchall()
+def calls(
+    connection: sqlite3.Connection, attempts: Iterable[AttemptKey], ids: Collection[str] | None = None
+) -> list[Call]:
+    """Those of these attempts, and of these ids: by attempt as asked, then in the order they started."""
+    named = "" if ids is None else " AND records.key IN (SELECT value FROM json_each(?))"
+    sql = f"SELECT asked.key, body, pieces, arrays {_ASKED}{named} ORDER BY asked.key, records.seq"
+    values = () if ids is None else (orjson.dumps([dump_json([id]) for id in ids]).decode(),)
+    rows = connection.execute(sql, (_asked(attempts), Call.__name__, *values)).fetchall()
     numbers = {number for _, _, column, _ in rows for number in numbers_in(column)}
     numbered = connection.execute(
         "SELECT pieces.seq, pieces.data FROM json_each(?) AS asked CROSS JOIN pieces ON pieces.seq = asked.value",
@@ -183,12 +187,15 @@ def calls(connection: sqlite3.Connection, attempts: Iterable[AttemptKey]) -> lis
 
 def recorded(connection: sqlite3.Connection, kind: type[Kept], attempts: Iterable[AttemptKey]) -> list[Kept]:
     """The records of this kind of these attempts, in the order they were recorded."""
-    return decode(kind, connection.execute(f"SELECT body {_ASKED} records.seq", (_asked(attempts), kind.__name__)))
+    return decode(
+        kind, connection.execute(f"SELECT body {_ASKED} ORDER BY records.seq", (_asked(attempts), kind.__name__))
+    )
 
 
 def training_records(connection: sqlite3.Connection, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
     """The training records of these attempts, in the order they were recorded."""
-    rows = connection.execute(f"SELECT body, arrays {_ASKED} records.seq", (_asked(attempts), TrainingRecord.__name__))
+    sql = f"SELECT body, arrays {_ASKED} ORDER BY records.seq"
+    rows = connection.execute(sql, (_asked(attempts), TrainingRecord.__name__))
     return [decode_training_record(body, arrays) for body, arrays in rows]
 
 

@@ -23,12 +23,16 @@ from numpy.typing import NDArray
 from agl_core.types.records import Json
 
 Record = TypeVar("Record")
-_ESCAPE = re.compile(
-    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+_SURROGATES = re.compile(
+    r"\\u(?:[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|([dD][89a-fA-F][0-9a-fA-F]{2}))"
 )
-"""An escape in a JSON string; in its group, half of a surrogate pair."""
+"""An escaped surrogate pair; in its group, half of one."""
+_MAX_SURROGATES, _MAX_BACKSLASHES = 100_000, 1000
+"""Escapes of surrogates in one text that are looked at, and backslashes before each: more are no client's mistake."""
 _MAX_WRITABLE_DEPTH = 250
 """Levels of nesting that orjson writes in any case."""
+_PIECE = 1 << 20
+"""Bytes of JSON that are looked at together: each look takes as many more for a moment."""
 
 
 class Form(NamedTuple):
@@ -143,7 +147,14 @@ def without_halves(text: str) -> str:
     >>> without_halves(r'["\ud83c\udf0d", "\ud83c!", "\\ud83c"]')
     '["\\ud83c\\udf0d", "\\ufffd!", "\\\\ud83c"]'
     """
-    return _ESCAPE.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text) if r"\u" in text else text
+    return _SURROGATES.sub(_without_half, text, _MAX_SURROGATES)
+
+
+def _without_half(escape: re.Match[str]) -> str:
+    before = escape.string[max(0, escape.start() - _MAX_BACKSLASHES) : escape.start()]
+    if (len(before) - len(before.rstrip("\\"))) % 2:  # Its backslash is itself escaped: the first half is plain text.
+        return escape[0] if escape[1] else escape[0][:6] + r"\ufffd"
+    return r"\ufffd" if escape[1] else escape[0]
 
 
 def parse_json(text: bytes | bytearray | str) -> Any:
@@ -164,6 +175,30 @@ def parse_json(text: bytes | bytearray | str) -> Any:
         except orjson.JSONEncodeError as error:
             raise orjson.JSONDecodeError(f"nested too deeply ({error})", "", 0) from None
     return value
+
+
+def count_values(text: bytes, limit: int) -> int:
+    """At most how many values JSON text has; exact above `limit`, where punctuation in strings is not counted.
+
+    >>> count_values(b'[1, {"a,b": 2}]', 10), count_values(b'[1, {"a,b": 2}]', 3)
+    (4, 3)
+    """
+    most = int(_separators(np.frombuffer(text, np.uint8)).sum())
+    if most <= limit:
+        return most
+    unescaped, count, odd = text.replace(b"\\\\", b"").replace(b'\\"', b""), 0, 0
+    for start in range(0, len(unescaped), _PIECE):
+        piece = np.frombuffer(unescaped[start : start + _PIECE], np.uint8)
+        quotes = np.cumsum(piece == ord('"'), dtype=np.uint8) + np.uint8(odd)
+        count += int((_separators(piece) & (quotes % 2 == 0)).sum())
+        odd = int(quotes[-1]) % 2
+    return count
+
+
+def _separators(text: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Where values begin: at commas, braces and brackets."""
+    separators: NDArray[np.bool_] = (text == ord(",")) | (text | np.uint8(32) == ord("{"))
+    return separators
 
 
 def parse_if_json(value: Json) -> Json:

@@ -28,8 +28,8 @@ from agl_core.capture.reports import PROMPTS
 from agl_core.errors import AgentError, last_frames, nearest
 from agl_core.plugins import add_to_path
 from agl_core.types import Ending, Json, Mode, ToolResult
-from agl_core.types.forms import dump_json, without_halves
-from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_REPORTS, MAX_RESULT, Assignment, CloseRequest
+from agl_core.types.forms import count_values, dump_json, without_halves
+from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_REPORTS, MAX_RESULT, MAX_VALUES, Assignment, CloseRequest
 
 logger = logging.getLogger(__name__)
 
@@ -301,6 +301,8 @@ def finished(result: Any) -> Ended:
             problem = "a number that is not finite"
         elif len(encoded) > MAX_RESULT:
             problem = f"{len(encoded)} bytes of JSON, and {MAX_RESULT} are the limit; return less"
+        elif (values := count_values(encoded, MAX_VALUES // 2)) > MAX_VALUES // 2:
+            problem = f"{values} JSON values, and {MAX_VALUES // 2} are the limit; return less"
         elif depth > MAX_DEPTH:
             problem = f"JSON nested {depth} deep, and {MAX_DEPTH} is the limit; return less"
         else:
@@ -360,7 +362,7 @@ def _can_be_taken(request: CloseRequest) -> bool:
         CloseRequest.model_validate_json(body)
     except ValueError:  # It is too deep, or has lone surrogates.
         return False
-    return len(body) <= MAX_BODY
+    return len(body) <= MAX_BODY and count_values(body, MAX_VALUES) <= MAX_VALUES
 
 
 def _smaller(request: CloseRequest, limit: int) -> CloseRequest:

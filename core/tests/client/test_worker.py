@@ -20,7 +20,17 @@ from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until
 from agl_core.types import Ending, Mode, Task, ToolResult, ToolStatus
-from agl_core.wire import CLOSE, MAX_BODY, MAX_DEPTH, MAX_RESULT, Assignment, CloseRequest, Lease, RewardReport
+from agl_core.wire import (
+    CLOSE,
+    MAX_BODY,
+    MAX_DEPTH,
+    MAX_RESULT,
+    MAX_VALUES,
+    Assignment,
+    CloseRequest,
+    Lease,
+    RewardReport,
+)
 from agl_core.worker import agent as agent_module
 from agl_core.worker.agent import Agent, AgentContext, Ended, TaskPerAttempt, closing, crashed
 from agl_core.worker.client import LightningClient, RefusedError
@@ -257,6 +267,7 @@ async def test_a_result_that_is_too_large_or_too_deep_is_a_crash_that_names_the_
         await ask(context)
         return {
             "large": "x" * (9 << 20),
+            "many": [0] * (MAX_VALUES // 2 + 1),
             "deep": nested(210),
             "deeper": nested(400),
             "no JSON": {"object": object()},
@@ -264,11 +275,12 @@ async def test_a_result_that_is_too_large_or_too_deep_is_a_crash_that_names_the_
             "half a surrogate pair": {"a\ud83c": ["🌍", "\ud83c"]},
         }[task_input]
 
-    ended = await workplace.run(agent, ["large", "deep", "deeper", "no JSON", "most", "half a surrogate pair"])
-    assert [rollout.ending for rollout, _ in ended.values()] == [*[Ending.CRASHED] * 4, *[Ending.FINISHED] * 2]
+    ended = await workplace.run(agent, ["large", "many", "deep", "deeper", "no JSON", "most", "half a surrogate pair"])
+    assert [rollout.ending for rollout, _ in ended.values()] == [*[Ending.CRASHED] * 5, *[Ending.FINISHED] * 2]
     assert {attempt.attempt for _, attempt in ended.values()} == {0}, "none was tried again"
-    large, deep, deeper, no_json, most, half = (attempt for _, attempt in ended.values())
+    large, many, deep, deeper, no_json, most, half = (attempt for _, attempt in ended.values())
     assert f"{(9 << 20) + 2} bytes of JSON, and {MAX_RESULT} are the limit" in large.error
+    assert f"{MAX_VALUES // 2 + 1} JSON values, and {MAX_VALUES // 2} are the limit" in many.error
     assert f"nested 210 deep, and {MAX_DEPTH} is the limit" in deep.error
     assert f"nested 400 deep, and {MAX_DEPTH} is the limit" in deeper.error
     assert "what is not JSON (Object of type object is not JSON serializable); return a string" in no_json.error

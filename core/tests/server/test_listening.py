@@ -16,9 +16,10 @@ import orjson
 import pytest
 
 from agl_core.server.listening import MAX_HEAD_BYTES, run
+from agl_core.testing.scripts import Hold
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.types import AttemptKey
-from agl_core.wire import MAX_BODY
+from agl_core.wire import MAX_BODY, MAX_VALUES
 
 from .server_aids import key_of_url, open_attempt
 
@@ -273,6 +274,43 @@ async def test_bodies_that_are_too_large(stack: Stack, http: httpx.AsyncClient) 
         content = body % (b'{"x": "' + b"x" * (room + more) + b'"}')
         assert (await http.post(url, content=content, headers=headers)).status_code == status
     assert len(stack.upstream.received) == 1
+
+
+async def test_bodies_with_too_many_values_are_refused_before_they_are_parsed(
+    stack: Stack, http: httpx.AsyncClient
+) -> None:
+    """What stands in strings is no value."""
+    key = await stack.lease()
+    url, body, headers = next(routes(stack, key))
+    text = body % (b'"' + b'{[,\\"' * MAX_VALUES + b'"')
+    assert (await http.post(url, content=text, headers=headers)).status_code == 200
+    for url, body, headers in routes(stack, key):
+        bomb = body % (b"[" + b"{}," * MAX_VALUES + b"{}]")
+        for content, encoding in ((bomb, "identity"), (gzip.compress(bomb, 1), "gzip")):
+            refused = await http.post(url, content=content, headers={**headers, "content-encoding": encoding})
+            assert (refused.status_code, "200,000 JSON values" in message_of(refused)) == (413, True), url
+
+
+@pytest.mark.parametrize(
+    ("limit", "status"), [("MAX_HELD_OF_ATTEMPT", 429), ("MAX_HELD", 503)], ids=["of an attempt", "of all"]
+)
+async def test_what_requests_hold_before_they_are_answered_is_bounded(
+    limit: str, status: int, stack: Stack, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"agl_core.server.listening.{limit}", 5 << 20)
+    key, hold = await stack.lease(), Hold()
+    stack.upstream.script(hold)
+    url, body, headers = next(routes(stack, key))
+    large = body % (b'"' + b"x" * (3 << 20) + b'"')
+    async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
+        first = group.create_task(http.post(url, content=large, headers=headers))
+        await hold.arrived.wait()
+        refused = await http.post(url, content=large, headers=headers)
+        assert (refused.status_code, refused.headers["retry-after"]) == (status, "5")
+        assert (await http.post(url, content=body % b"1", headers=headers)).status_code == 200
+        hold.release.set()
+    assert first.result().status_code == 200
+    assert (await http.post(url, content=large, headers=headers)).status_code == 200
 
 
 async def test_too_large_a_head(stack: Stack, http: httpx.AsyncClient) -> None:
