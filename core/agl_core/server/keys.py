@@ -129,6 +129,13 @@ class ActiveAttempt:
     async def delivered(self, arrived: bool) -> None:
         """A reply was sent; `arrived` says whether it reached the client."""
 
+    def forget(self) -> None:
+        """Its end is recorded: keep what says who it was and how it ended, and not what it may have much of."""
+        self.answered.clear()
+        self.last_failure = None
+        self.rollout = replace(self.rollout, task=replace(self.rollout.task, input=None, metadata={}), prompts={})
+        self.record = replace(self.record, result=None, error=None, passed_through=None, bypassed=None)
+
     def count_failure(self, error: ApiError) -> None:
         """A request of the agent got an error instead of a reply."""
         self.last_failure = error.message

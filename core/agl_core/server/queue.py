@@ -329,7 +329,7 @@ class RolloutQueue:
         elif recalled := await self._recalled(active.key):  # Another server ended it.
             active.rollout, active.record, active.reported = recalled.rollout, recalled.record, recalled.reported
         active.closing = None
-        active.answered.clear()
+        active.forget()
         self.running.pop(active.key, None)
         self.attempts[active.key] = active
         self._closed_attempts.append(active.key)

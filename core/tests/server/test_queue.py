@@ -140,6 +140,9 @@ async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: Me
     assert stored.source is Source.ADAPTER, "whatever the agent's side claims"
     (reward,) = await store.rewards([key])
     assert (reward.name, reward.value, reward.source, reward.call) == ("own", 0.75, "agent", None)
+    remembered = queue.attempts[key]
+    assert remembered.record.ending is Ending.FINISHED
+    assert (remembered.record.result, remembered.rollout.task.input) == (None, None), "only the store keeps those"
 
 
 async def test_of_those_asked_for_those_that_are_done_come_in_the_order_of_the_queue(queue: RolloutQueue) -> None:
