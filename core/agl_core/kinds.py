@@ -41,6 +41,9 @@ class Capability(StrEnum):
     """Training on what earlier weights sampled: staleness must be allowed, and corrected by importance weights."""
     UNIT_TEMPERATURE = "temperature 1"
     """Tokens that were sampled at temperature 1, because a server that gives log-probabilities gives those at 1."""
+    NAMED_REWARDS = "named rewards"
+    """Terminal rewards in which each named reward is normalised within its group before they are added. Training
+    provides it to any algorithm."""
     TOOL_RESULTS = "tool results"
     """Tool results as part of the return. One component of a run may provide it, for a tool result counts once."""
 

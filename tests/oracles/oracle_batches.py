@@ -68,6 +68,11 @@ class Batch:
         """[R] one number of each transition at each of its unmasked tokens."""
         return self.unpadded(of_N[:, None] * self.padded("mask"))
 
+    def named(self) -> dict[str, list[float]]:
+        """Two rewards of each transition, by name."""
+        values = self.of_each("value")
+        return {"right": values, "form": [float(i % 3 == 0) for i in range(len(values))]}
+
     def where(self, chosen: Callable[[Transition], bool]) -> list[int]:
         """Which transitions are chosen."""
         return [i for i, row in enumerate(self.transitions) if chosen(row)]

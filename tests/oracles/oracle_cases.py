@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from agl_algorithms import plugin
 from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_core import kinds
+from agl_core.learning.batch import normalized
 from agl_core.plugins import Plugins
+from agl_core.testing import episodes as make
+from agl_core.types import Reward
 
 from .oracle_batches import Batch, draw
 
@@ -46,6 +50,21 @@ def samples_of(batch: Batch) -> Samples:
 
 def advantages(batch: Batch, name: str, options: Options) -> Outputs:
     return {"advantages": build(name, options).advantages(samples_of(batch), batch.flat("values"))}
+
+
+def by_named_rewards(batch: Batch, weights: Mapping[str, float]) -> Outputs:
+    """Of rollouts of one call each."""
+    terminals: list[float] = []
+    for _, rows in groupby(range(len(batch.transitions)), key=lambda i: batch.transitions[i].group):
+        group = [
+            make.episode(
+                rewards=tuple(Reward("r", 0, name, of_each[i], name) for name, of_each in batch.named().items())
+            )
+            for i in rows
+        ]
+        terminals += [episode.terminal or 0.0 for episode in normalized(group, weights)]
+    samples = replace(samples_of(batch), values_N=torch.tensor(terminals, dtype=torch.float64))
+    return {"advantages": build("grpo", {"normalize": "each"}).advantages(samples)}
 
 
 def critic_targets(batch: Batch, options: Options) -> Outputs:
@@ -159,6 +178,7 @@ def _of(ours: Callable[..., Outputs], *algorithm: str, **defaults: Any) -> Calla
 TOKEN, SEQUENCE = {"aggregation": "token-mean"}, {"aggregation": "sequence-mean"}
 GSPO = {"ratio": "sequence", "clip": 0.1, "clip_high": 0.2, **SEQUENCE}
 LOSS = ("loss", "gradient")
+BY_NAME = {"right": 1.0, "form": 0.5}
 
 
 def _verl() -> list[Case]:
@@ -180,6 +200,7 @@ def _verl() -> list[Case]:
     return [
         case("verl-grpo", "single", grpo(), "grpo"),
         case("verl-grpo-without-std", "single", grpo(std_normalization=False), "grpo", by_std=False),
+        case("verl-gdpo", "single", partial(by_named_rewards, weights=BY_NAME), "gdpo", weights=BY_NAME),
         case("verl-grpo-epsilon", "single", grpo(epsilon=0.1), "grpo", epsilon=0.1),
         case("verl-grpo-by-rollout", "episodes", grpo(), "grpo", step="rollout"),
         case("verl-grpo-by-transition", "episodes", grpo(), "grpo", off),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -93,6 +94,19 @@ def grpo(batch: Batch, step: Step = "token", by_std: bool = True, epsilon: float
     advantages, _ = core_algos.compute_grpo_outcome_advantage(
         rows.rewards, rows.mask, rows.groups, epsilon=epsilon, norm_adv_by_std_in_grpo=by_std
     )
+    return {"advantages": rows.spread(advantages)}
+
+
+def gdpo(batch: Batch, weights: Mapping[str, float]) -> Outputs:
+    rows, named = rows_of(batch, "token"), batch.named()
+    config = AlgoConfig(gdpo_reward_keys=[*weights], gdpo_reward_weights=[*weights.values()])
+    prompts_N1 = torch.ones_like(rows.mask[:, :1])
+    lengths = {"prompts": prompts_N1, "attention_mask": torch.cat([prompts_N1, torch.ones_like(rows.mask)], 1).long()}
+    # It computes with single precision whatever it gets.
+    with patch.object(torch, "float32", torch.float64), patch.object(np, "float32", np.float64):
+        advantages, _ = core_algos.compute_gdpo_outcome_advantage(
+            rows.rewards, rows.mask, rows.groups, config=config, non_tensor_batch=named, batch=lengths
+        )
     return {"advantages": rows.spread(advantages)}
 
 

@@ -11,6 +11,8 @@ token weights w (`agl_algorithms.policy_gradient.token_weights`):
 - `clip_high`: DAPO, arXiv 2503.14476, equation 10. `aggregation = "token-mean"`: its loss by tokens, but over the
   batch, not in each group.
 - `std_normalization = false`: Dr. GRPO, arXiv 2503.20783, section 3.2.
+- `normalize = "each"`: GDPO, arXiv 2601.05242, section 3: v are sums of rewards that were normalised one by one
+  (`agl_core.learning.batch.normalized`), and A is v whitened over the tokens of the batch.
 - `ratio = "sequence"`: GSPO, arXiv 2507.18071, equations 5 to 7; the sequence is one transition.
 - `importance_cap`, `importance_level`: ρ = min(π_old / π_behaviour, `importance_cap`), otherwise ρ = 1.
 """
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from agl_algorithms.plugin import GrpoOptions
-from agl_algorithms.policy_gradient import PolicyGradient, Samples, count_rollouts, segment_sum
+from agl_algorithms.policy_gradient import PolicyGradient, Samples, count_rollouts, segment_sum, whitened
 from agl_core.types import rounding
 
 
@@ -41,6 +43,8 @@ class Grpo(PolicyGradient):
 
         A group of one rollout has nothing to compare with: its advantages are 0.
         """
+        if self.options.normalize == "each":
+            return whitened(samples.at_tokens(samples.values_N), samples, "tokens").to(samples.behaviour_R.dtype)
         group = group_statistics(samples)
         advantage_N = group.deviation_N
         if self.options.std_normalization:

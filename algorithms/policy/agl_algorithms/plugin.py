@@ -118,13 +118,21 @@ class GrpoOptions(PolicyGradientOptions):
     std_normalization: bool = Field(True, description="Divide advantages by the group's standard deviation.")
     epsilon: float = Field(1e-6, gt=0, le=1, description="Added to the group's standard deviation.")
     ratio: RatioLevel = Field("token", description="One ratio per token, or one per transition (GSPO).")
+    normalize: Literal["sum", "each"] = Field(
+        "sum",
+        description="'each': every named reward is normalised within its group before the weighted sum, and the sums "
+        "over the batch (GDPO, arXiv 2601.05242); 'sum': the sum within its group.",
+    )
 
     def needs(self) -> frozenset[Capability]:
-        """Groups besides."""
-        return super().needs() | {Capability.GROUPS}
+        """Groups besides, and for GDPO named rewards."""
+        named = {Capability.NAMED_REWARDS} if self.normalize == "each" else set()
+        return super().needs() | {Capability.GROUPS} | named
 
     @model_validator(mode="after")
-    def _no_epsilon_without_deviation(self) -> Self:
+    def _no_deviation_without_effect(self) -> Self:
+        if self.normalize == "each":
+            self._refuse_changed(("std_normalization", "epsilon"), "normalize is 'each'.")
         if not self.std_normalization:
             self._refuse_changed(("epsilon",), "std_normalization is off.")
         return self

@@ -73,6 +73,7 @@ CHANGES: dict[str, list[Change]] = {
         ({}, {"beta": 0.1}),
         ({}, {"std_normalization": False}),
         ({}, {"epsilon": 0.5}),
+        ({}, {"normalize": "each"}),
         ({}, {"ratio": "sequence"}),
         ({"ratio": "sequence"}, {"clip": 0.2}),
         ({"ratio": "sequence"}, {"clip_high": 0.2}),
@@ -124,6 +125,7 @@ def test_every_loss_option_changes_the_gradient(
     ("name", "settings"),
     [
         ("grpo", {"std_normalization": False, "epsilon": 0.1}),
+        ("grpo", {"normalize": "each", "epsilon": 0.1}),
         ("grpo", {"importance_level": "sequence"}),
         ("grpo", {"clip": 0}),
         ("grpo", {"klip": 1}),

@@ -20,7 +20,7 @@ from agl_core.builtin.credit import discounted, identical, stepwise
 from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches
 from agl_core.testing import episodes as make
 from agl_core.testing.engines import Row, batch_of
-from agl_core.types import Batch, CreditKind, DropReason, FinishReason
+from agl_core.types import Batch, CreditKind, DropReason, FinishReason, Reward
 
 GRPO = Grpo(GrpoOptions(beta=0.0))
 
@@ -47,6 +47,34 @@ def test_every_transition_that_came_gets_its_advantage_weight_and_reason() -> No
     assert result.weight_N[2] == 0.0
     assert prepared.metrics()["transitions_trained"] == 2
     assert prepared.metrics()["transitions_dropped"] == 1
+
+
+def test_each_named_reward_is_normalised_before_the_sum() -> None:
+    """GDPO by hand: a right answer without the form and the form without it have one sum, and other advantages."""
+    pairs = [[(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)], [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (0.0, 0.0)]]
+    tokens, logprobs = np.zeros(2, np.int32), np.zeros(2, np.float32)
+    groups = [
+        [
+            make.episode(
+                make.transition(rollout=id, prompt_ids=tokens, response_ids=tokens, logprobs=logprobs),
+                rollout=id,
+                rewards=(Reward(id, 0, "right", right, "right"), Reward(id, 0, "form", form, "form")),
+                terminal=right + 0.5 * form,
+            )
+            for member, (right, form) in enumerate(group)
+            for id in [f"g{number}m{member}"]
+        ]
+        for number, group in enumerate(pairs)
+    ]
+    credit = PolicyCredit("identical", identical, CreditKind.RETURN, {"form": 0.5})
+    batch = make_batches(groups, BatchPlan({"default": credit})).batches["default"]
+    advantages = prepared_of(batch, Grpo(GrpoOptions(normalize="each"))).result(1, {}).advantage_N
+    rewards = np.array(pairs)
+    each = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
+    sums = (each @ [1.0, 0.5]).ravel()
+    deviation = np.repeat(sums, 2).std(ddof=1)  # Over tokens, of which each response has two.
+    np.testing.assert_allclose(advantages, (sums - sums.mean()) / deviation, atol=1e-5)
+    assert advantages[0] > 0 > advantages[1]
 
 
 UNTRAINABLE: dict[str, dict[str, Any]] = {

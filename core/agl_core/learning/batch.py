@@ -21,6 +21,8 @@ from agl_core.config.load import LoadedConfig
 from agl_core.config.resolve import PolicyPlan
 from agl_core.config.sections import is_among
 from agl_core.errors import PluginError
+from agl_core.kinds import Capability
+from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import CreditRule
 from agl_core.types import (
     Batch,
@@ -46,16 +48,19 @@ class PolicyCredit:
     rule: CreditRule
     kind: CreditKind
     """Rewards or returns, as the policy's algorithm reads its values."""
+    weights: Mapping[str, float] | None = None
+    """Of the reward rules, if each named reward is normalised (`normalized`) before credit."""
 
     @classmethod
-    def planned(cls, plan: PolicyPlan) -> PolicyCredit:
-        """From the rule that the configuration chose."""
-        return cls(plan.credit.component.name, plan.credit.build(), plan.credit_kind)
+    def planned(cls, plan: PolicyPlan, weights: Mapping[str, float]) -> PolicyCredit:
+        """From the rule that the configuration chose, and the weights of the reward rules."""
+        by_name = Capability.NAMED_REWARDS in plan.algorithm.needs
+        return cls(plan.credit.component.name, plan.credit.build(), plan.credit_kind, weights if by_name else None)
 
     def values(self, group: Sequence[Episode]) -> list[list[float]]:
         """The credited values of one group, one for each transition. PluginError if the rule fails."""
         try:
-            values = self.rule(group)
+            values = self.rule(group if self.weights is None else normalized(group, self.weights))
         except Exception as error:
             raise PluginError(
                 f"The credit rule '{self.name}' failed on group {group[0].group}: {type(error).__name__}: {error}. "
@@ -68,6 +73,22 @@ class PolicyCredit:
                 f"transitions. It must return one value per transition, in order."
             )
         return values
+
+
+def normalized(group: Sequence[Episode], weights: Mapping[str, float]) -> list[Episode]:
+    """The group with the terminal rewards Σ_k w_k · (r_ik − μ_k) / (σ_k + 1e-6) (GDPO, arXiv 2601.05242, section 3).
+
+    r_ik is the reward of rollout i by the name k, and 0 without one; μ_k and σ_k (unbiased) are the group's; w_k is the
+    weight of its rule. What an agent reports counts by the rule that reads it.
+    """
+    totals = np.zeros(len(group))
+    sources = {r.name: r.source for episode in group for r in episode.rewards if r.source != AGENT_SOURCE}
+    for name, source in sources.items():
+        named = ((r.value for r in episode.rewards if r.name == name and r.source == source) for episode in group)
+        values = np.array([next(found, 0.0) for found in named])
+        if not are_equal(values.tolist()):
+            totals += weights.get(source, 1.0) * (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+    return [replace(episode, terminal=total) for episode, total in zip(group, totals.tolist(), strict=True)]
 
 
 NO_CREDIT = PolicyCredit(
@@ -96,7 +117,8 @@ class BatchPlan:
         train = loaded.config.train
         if loaded.imitates:
             return cls(dict.fromkeys(loaded.policies, NO_CREDIT), train.agents, 1, True, train.truncated)
-        credit = {name: PolicyCredit.planned(plan) for name, plan in loaded.policies.items()}
+        weights = {name: section.weight for name, section in loaded.config.rewards.items()}
+        credit = {name: PolicyCredit.planned(plan, weights) for name, plan in loaded.policies.items()}
         least = min(train.min_group_size, train.group_size)
         return cls(credit, train.agents, least, without_logprobs, train.truncated)
 
