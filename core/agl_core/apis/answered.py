@@ -15,10 +15,9 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, TypeAlias
 
-from agl_core.apis.reply import RawReply, Reply, called, reasoning_of
+from agl_core.apis.reply import PromptIds, RawReply, Reply, called, reasoning_of
 from agl_core.capture.requests import HEADER_RETRIES
 from agl_core.types import Call, Json
 from agl_core.types.forms import parse_if_json
@@ -82,8 +81,9 @@ class Answered:
         self._recorded: list[Call] = []
         self.size = 0
         """Bytes that are kept."""
+        self.prompt_ids = PromptIds()
 
-    def retried(self, digest: bytes, count: int) -> Exchange | None:
+    def retried(self, digest: int, count: int) -> Exchange | None:
         """The exchange that the `count`th retry of a request continues; None if it is a call of its own.
 
         Only an SDK's own count of its retries makes a retry. Of several equal calls, a retry with count k claims the
@@ -95,7 +95,7 @@ class Answered:
             exchange.tries = count
         return exchange
 
-    def open(self, digest: bytes, count: int, sequence: int) -> Exchange:
+    def open(self, digest: int, count: int, sequence: int) -> Exchange:
         """Open an exchange for a call that retries none."""
         exchange = Exchange(sequence, count)
         self._index(exchange, "request", digest)
@@ -162,12 +162,14 @@ class Answered:
 
     def forget(self) -> None:
         """Forget the exchanges that are over."""
+        self.prompt_ids = PromptIds()
         for exchange in [*self._over]:
             self._forget(exchange)
 
     def clear(self) -> None:
         """Forget everything; what is still in flight is kept no more once it ends."""
         self._recorded.clear()
+        self.prompt_ids = PromptIds()
         for exchange in {exchange for exchanges in self._exchanges.values() for exchange in exchanges}:
             exchange.keys.clear()
         self._exchanges.clear()
@@ -245,11 +247,6 @@ def retry_count(headers: Mapping[str, str]) -> int:
     """How often the client's SDK has sent this request before."""
     value = headers.get(HEADER_RETRIES, "0")
     return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else 0
-
-
-def digest_of(api: str, body: bytes) -> bytes:
-    """The digest that equal requests of one API have in common."""
-    return blake2b(body, digest_size=16, person=api.encode()[:16]).digest()
 
 
 def _echoed(message: Message) -> Message:

@@ -21,6 +21,7 @@ _OPENAIS_WORDS = frozenset({"stop", "length", "tool_calls", "function_call", "co
 """Clients may take no other finish reason."""
 _TEXTS = frozenset({"content", "reasoning_content", "reasoning", "refusal"})
 """Fields of a message that come in pieces."""
+_PROMPT_IDS = b'"prompt_token_ids":'
 _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
 
 
@@ -69,10 +70,10 @@ class RawReply:
     logprobs: bool
     """True if the agent is to see the log-probabilities."""
 
-    def read(self) -> Reply:
+    def read(self, earlier: PromptIds | None = None) -> Reply:
         """Take it apart; ApiError 502 if it is no chat completion."""
         try:
-            return _read(self)
+            return _read(self, *(earlier or PromptIds()).parse(self.body))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise not_a_completion(error, self.body) from error
 
@@ -105,12 +106,46 @@ class Reply:
         return Usage.read(self.completion.get("usage"), self.prompt_ids, sampled)
 
 
-def read_reply(body: bytes, headers: Mapping[str, str], reply_id: str, *, logprobs: bool) -> Reply:
+class PromptIds:
+    """The prompt ids of an attempt's latest reply.
+
+    The next turn's begin with them as a rule: only what it adds is read then, not some ten thousand numbers.
+    """
+
+    def __init__(self) -> None:
+        self._text, self._ids = b"", _tokens([])
+
+    def parse(self, body: bytes) -> tuple[Any, Tokens | None]:
+        """A reply's JSON, and its prompt ids."""
+        key = body.find(_PROMPT_IDS)
+        start = key + len(_PROMPT_IDS)
+        start += body.startswith(b" ", start)
+        if key >= 0 and body.startswith(b"[", start):
+            end = body.find(b"]", start)
+            rest = parse_json(b"%b-1%b" % (body[:start], body[end + 1 :]))
+            if isinstance(rest, dict) and rest.get("prompt_token_ids") == -1:  # Else it is another object's key.
+                return rest, self._continue(body[start + 1 : end])
+        reply = parse_json(body)
+        return reply, _ids(reply.get("prompt_token_ids"))
+
+    def _continue(self, text: bytes) -> Tokens:
+        added = text.removeprefix(self._text)
+        if len(added) == len(text) or added[:1] not in (b"", b","):
+            ids = _tokens(parse_json(b"[%b]" % text))
+        else:
+            ids = np.concatenate([self._ids, _tokens(parse_json(b"[0%b]" % added))[1:]])
+        self._text, self._ids = text, ids
+        return ids
+
+
+def read_reply(
+    body: bytes, headers: Mapping[str, str], reply_id: str, *, logprobs: bool, earlier: PromptIds | None = None
+) -> Reply:
     """Take apart what the upstream answered with status 200; ApiError 502 if it is no chat completion.
 
-    `logprobs`: whether the agent is to see the log-probabilities too.
+    `logprobs`: whether the agent is to see the log-probabilities too. `earlier` is of the same attempt.
     """
-    return RawReply(body, headers.get(HEADER_POLICY), headers.get(HEADER_IGNORED), reply_id, logprobs).read()
+    return RawReply(body, headers.get(HEADER_POLICY), headers.get(HEADER_IGNORED), reply_id, logprobs).read(earlier)
 
 
 def not_a_completion(error: Exception, body: bytes) -> ApiError:
@@ -119,9 +154,8 @@ def not_a_completion(error: Exception, body: bytes) -> ApiError:
     return ApiError(502, f"The model server's reply {problem}", type="upstream_error", code="upstream_garbage")
 
 
-def _read(raw: RawReply) -> Reply:
-    body = parse_json(raw.body)
-    extras, prompt_ids = body.get("agl") or {}, _ids(body.get("prompt_token_ids"))
+def _read(raw: RawReply, body: Any, prompt_ids: Tokens | None) -> Reply:
+    extras = body.get("agl") or {}
     extra_choices = extras.get("choices") or ()
     choices = tuple(
         _choice(place, choice, extra_choices[place] if place < len(extra_choices) else {}, raw.reply_id)
@@ -284,8 +318,10 @@ def _shown(word: Json, reason: FinishReason) -> str:
 
 
 def _ids(values: object) -> Tokens | None:
-    if values is None:
-        return None
+    return None if values is None else _tokens(values)
+
+
+def _tokens(values: object) -> Tokens:
     if not isinstance(values, list) or set(map(type, values)) - {int}:
         raise TypeError("token ids are not a list of integers")
     return np.array(values, np.int32)

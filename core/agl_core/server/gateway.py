@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, digest_of, retry_count
+from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, retry_count
 from agl_core.apis.dialect import Dialect, ModelRequest, unsupported
 from agl_core.apis.errors import ApiError, as_answer, attempt_closed, rendered, stopping, store_failed
 from agl_core.apis.reply import Delta, Reply, StreamedCompletion, read_reply
@@ -206,7 +206,7 @@ class Gateway:
     def _exchange(self, call: _ModelCall, raw: bytes) -> Exchange:
         """That of the call which this request retries, or a new one."""
         attempt, api, count = call.attempt, call.dialect.api, retry_count(call.headers)
-        digest = digest_of(api, raw)
+        digest = hash((api, raw))  # Of 64 bits, and keyed: enough to tell apart what one attempt asks.
         exchange = attempt.answered.retried(digest, count)
         if exchange is None:
             earlier = attempt.answered.unanswered(api, call.request.recorded) if count else None
@@ -348,7 +348,8 @@ class LiveReply:
         `waiting` are the connections of all who asked for it.
         """
         if answer.parts is None:
-            return read_reply(answer.body, answer.headers, call.id, logprobs=call.request.logprobs)
+            earlier, logprobs = call.attempt.answered.prompt_ids, call.request.logprobs
+            return read_reply(answer.body, answer.headers, call.id, logprobs=logprobs, earlier=earlier)
         self.renderer = call.dialect.renderer(call.request, call.id)
         headers = call.reply_headers(call.id, answer.headers.get(HEADER_IGNORED))
         completion = StreamedCompletion(call.id)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, TypeAlias, TypeVar
 
@@ -52,6 +53,8 @@ BLOCK_BYTES = 256 * 4
 tail, which every call stores for itself, stays short."""
 _SHORT = 256
 """Characters from which on memory keeps the digest of an item, and not the item."""
+_MAX_LATEST = 64 << 20
+"""Characters and bytes of conversations that are known by their beginning, so that each turn costs what it adds."""
 NUMBERS = np.dtype("<i8")
 """Of pieces, in a column of a call."""
 _TOKENS = np.dtype("<i4")
@@ -151,10 +154,11 @@ def decode_training_record(body: str, arrays: bytes | None) -> TrainingRecord:
 
 def _take_apart(call: Call, body: dict[str, Json], pieces: Pieces) -> tuple[bytes, bytes]:
     """Put what stands apart of a call into its body, as far as it is no piece and no array: these are returned."""
-    numbers, body["request"], body["lists"] = pieces.split_request(call.request)
+    owner = (call.rollout, call.attempt, call.agent)
+    numbers, body["request"], body["lists"] = pieces.split_request(call.request, owner)
     arrays = []
     if call.prompt_ids is not None:
-        blocks, tail = pieces.split_tokens(_dump_array("prompt_ids", call.prompt_ids, _TOKENS))
+        blocks, tail = pieces.split_tokens(_dump_array("prompt_ids", call.prompt_ids, _TOKENS), owner)
         numbers += blocks
         arrays.append(tail)
         body["tail"] = len(tail)
@@ -217,6 +221,9 @@ class Pieces:
         self._recent: dict[Data, int] = {}
         self._older: dict[Data, int] = {}
         self._due: list[tuple[int, Data]] = []
+        self._latest: OrderedDict[Hashable, tuple[Data, list[int]]] = OrderedDict()
+        """By owner the latest list or prompt, and its numbers; what was not used for the longest time goes first."""
+        self._latest_size = 0
 
     def take(self) -> list[tuple[int, Data]]:
         """Rows that must be committed no later than what was split so far."""
@@ -229,11 +236,17 @@ class Pieces:
 
     def forget(self) -> int:
         """Refer no more to what was numbered so far; returns the first number that is given from now on."""
-        self._recent, self._older = {}, {}
+        self._recent, self._older, self._latest_size = {}, {}, 0
+        self._latest.clear()
         return self._next
 
-    def split_request(self, request: Mapping[str, Json]) -> tuple[list[int], dict[str, Json], dict[str, int]]:
-        """A request as (the numbers of its pieces, what is left without its lists of objects, their lengths)."""
+    def split_request(
+        self, request: Mapping[str, Json], owner: Hashable = None
+    ) -> tuple[list[int], dict[str, Json], dict[str, int]]:
+        """A request as (the numbers of its pieces, what is left without its lists of objects, their lengths).
+
+        Whatever has the same `owner` probably begins as the one before did.
+        """
         rest: dict[str, Json] = {}
         lengths: dict[str, int] = {}
         numbers: list[int] = []
@@ -242,15 +255,34 @@ class Pieces:
                 rest[name] = value
                 continue
             rest[name], lengths[name] = None, len(value)
-            numbers += [self._number(_key_of(item), item) for item in map(dump_json, value)]
+            text = f"{dump_json(value)[:-1]},"  # With the comma, a text begins with another's items or with none.
+            known = self._known((owner, name), text)
+            known += [self._number(_key_of(item), item) for item in map(dump_json, value[len(known) :])]
+            self._keep((owner, name), text, known)
+            numbers += known
         return numbers, rest, lengths
 
-    def split_tokens(self, tokens: bytes) -> tuple[list[int], bytes]:
+    def split_tokens(self, tokens: bytes, owner: Hashable = None) -> tuple[list[int], bytes]:
         """Token bytes as (numbers of the full blocks, the rest)."""
         full = len(tokens) - len(tokens) % BLOCK_BYTES
-        blocks = (tokens[start : start + BLOCK_BYTES] for start in range(0, full, BLOCK_BYTES))
+        known = self._known(owner, tokens)
+        blocks = (tokens[start : start + BLOCK_BYTES] for start in range(len(known) * BLOCK_BYTES, full, BLOCK_BYTES))
         digests = ((blake2b(block, digest_size=16, person=b"tokens").digest(), block) for block in blocks)
-        return [self._number(digest, block) for digest, block in digests], tokens[full:]
+        known += [self._number(digest, block) for digest, block in digests]
+        self._keep(owner, tokens[:full], known)
+        return known, tokens[full:]
+
+    def _known(self, owner: Hashable, data: Data) -> list[int]:
+        """The numbers of what the owner's latest data had too, if the new data begins with it."""
+        latest, numbers = self._latest.pop(owner, ("", []))
+        self._latest_size -= len(latest)
+        return [*numbers] if latest and data[: len(latest)] == latest else []
+
+    def _keep(self, owner: Hashable, data: Data, numbers: list[int]) -> None:
+        self._latest[owner] = data, numbers
+        self._latest_size += len(data)
+        while self._latest_size > _MAX_LATEST:
+            self._latest_size -= len(self._latest.popitem(last=False)[1][0])
 
     def _number(self, key: Data, data: Data) -> int:
         number = self._recent.get(key)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import anthropic
+import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion
 
+from agl_core.apis.errors import ApiError
+from agl_core.apis.reply import PromptIds, read_reply
 from agl_core.learning.batch import left_out
 from agl_core.learning.health import health_of
+from agl_core.store.codec import Pieces, encode
+from agl_core.testing import episodes
 from agl_core.testing.scripts import Raw
 from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey, Call, DropReason, FinishReason, Symptom
@@ -265,3 +272,51 @@ async def test_a_cut_reply_is_told_as_one(stack: Stack) -> None:
     assert (await client.responses.create(model="m", input="hello")).status == "incomplete"
     async with client_of(stack, key) as other:
         assert (await other.messages.create(model="m", max_tokens=9, messages=HELLO)).stop_reason == "max_tokens"
+
+
+def test_prompt_ids_are_read_alike_whatever_reply_came_before() -> None:
+    def ids_of(prompt: str, earlier: PromptIds | None) -> list[int] | str | None:
+        field = {'a"prompt_token_ids': [9]} | ({"prompt_token_ids": "HERE"} if prompt else {})
+        body = {**field, "choices": [{"message": {"content": '"prompt_token_ids": [5]', "prompt_token_ids": [6]}}]}
+        try:
+            read = read_reply(
+                json.dumps(body).replace('"HERE"', prompt).encode(), {}, "x", logprobs=False, earlier=earlier
+            )
+        except ApiError as error:
+            return error.code
+        return None if read.prompt_ids is None else read.prompt_ids.tolist()
+
+    prompts = [
+        "[1, 2]",
+        "[1, 2, 3]",
+        "[1, 23]",
+        "[1,2]",
+        "[]",
+        "[1, 2, ]",
+        '[1, 2, "3"]',
+        "[1, 2, 3.5]",
+        "[1, 2 3]",
+        "null",
+        "",
+    ]
+    for before, after in itertools.product(prompts, prompts):
+        memory = PromptIds()
+        assert [ids_of(text, memory) for text in (before, after)] == [ids_of(text, None) for text in (before, after)]
+
+
+def test_a_turn_costs_what_it_adds() -> None:
+    def cost(n_before: int) -> float:
+        """Seconds to read and encode one of the turns that follow so many, the fastest."""
+        messages, ids, memory, pieces, seconds = HELLO, [7], PromptIds(), Pieces(1), []
+        for turn in range(n_before + 15):
+            messages, ids = [*messages, {"role": "user", "content": f"{turn} {'word ' * 99}"}], [*ids, *range(100)]
+            body = json.dumps({"choices": [{"message": {"content": "x"}}], "prompt_token_ids": ids}).encode()
+            started = time.process_time()
+            reply = read_reply(body, {}, "x", logprobs=False, earlier=memory)
+            encode([episodes.call(request={"messages": messages}, prompt_ids=reply.prompt_ids)], pieces)
+            seconds.append(time.process_time() - started)
+            assert reply.prompt_ids is not None
+            assert np.array_equal(reply.prompt_ids, ids)
+        return min(seconds[n_before:])
+
+    assert cost(160) < 8 * cost(0)

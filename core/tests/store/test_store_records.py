@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import struct
@@ -208,6 +209,23 @@ async def test_a_long_episode_takes_linear_space(path: Path) -> None:
     new_per_turn = words + ids * 4
     assert size(path) < 4 * turns * new_per_turn
     assert sum(new_per_turn * (turn + 1) for turn in range(turns)) > 15 * turns * new_per_turn
+
+
+async def test_conversations_that_go_on_otherwise_come_back_exactly(store: SqliteStore) -> None:
+    texts: list[Any] = ["a", "ab", 2**70, {"b": "ab"}, "a,"]
+    ids = np.arange(1000, dtype=np.int32)
+    lists = [
+        [{"content": text} for text in chosen] for n in range(4) for chosen in itertools.product(texts, repeat=n) if n
+    ]
+    calls = [
+        make_call(str(n), sequence=n, agent=f"a{n % 2}", prompt_ids=np.roll(ids, n // 5)[: 9 * n],
+                  request={"messages": messages, "tools": messages[:1]})
+        for n, messages in enumerate([*lists, *reversed(lists)])
+    ]  # fmt: skip
+    for start in range(0, len(calls), 40):
+        await store.put(*calls[start : start + 40])
+        await store.erase(["another"])
+    assert exactly(await store.calls([KEY])) == exactly(calls)
 
 
 def size(path: Path) -> int:
