@@ -115,7 +115,9 @@ class TrainSection(Section):
         "equal: nothing would be learned from them (DAPO's dynamic sampling). As many as groups_per_step are usual.",
     )
     agents: tuple[str, ...] = Field(
-        ("*",), description="Names or patterns of the agents to train; calls of other agents count only in the return."
+        ("*",),
+        description="Names or patterns of the agents to train; calls of other agents count only in the return. A title "
+        "or commit message that a program asks for itself is by the agent `housekeeping`, which has to be named.",
     )
     truncated: Literal["keep", "mask", "drop"] = Field(
         "keep",

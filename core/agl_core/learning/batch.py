@@ -25,6 +25,7 @@ from agl_core.kinds import Capability
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import CreditRule
 from agl_core.types import (
+    HOUSEKEEPING,
     Batch,
     CreditKind,
     DropReason,
@@ -144,7 +145,7 @@ class BatchPlan:
                     value
                     for episode, of_episode in zip(kept, credit.values(kept) if kept else (), strict=True)
                     for transition, value in zip(episode.transitions, of_episode, strict=True)
-                    if transition.policy == policy and is_among(transition.agent, self.agents)
+                    if transition.policy == policy and is_trained(transition.agent, self.agents)
                 ]
             if not are_equal(values):
                 return True
@@ -152,7 +153,7 @@ class BatchPlan:
 
     def cuts(self, transition: Transition) -> bool:
         """True if the limit cut a response of a trained agent off, and such are not kept."""
-        is_cut = transition.finish_reason is FinishReason.LENGTH and is_among(transition.agent, self.agents)
+        is_cut = transition.finish_reason is FinishReason.LENGTH and is_trained(transition.agent, self.agents)
         return is_cut and self.truncated != "keep"
 
 
@@ -253,9 +254,14 @@ def make_batches(
     return StepBatches(batches, tuple(dropped), episodes_dropped, masked)
 
 
+def is_trained(agent: str | None, agents: Sequence[str]) -> bool:
+    """True if an agent is one of those to train. What a program asks for itself has to be named: `*` is not enough."""
+    return is_among(agent, agents) and (agent != HOUSEKEEPING or HOUSEKEEPING in agents)
+
+
 def left_out(transition: Transition, agents: Sequence[str], *, without_logprobs: bool = False) -> DropReason | None:
     """Why a transition goes into no batch, if so; `filter_trainable` decides what a batch can hold."""
-    if not is_among(transition.agent, agents):
+    if not is_trained(transition.agent, agents):
         return DropReason.UNTRAINED_AGENT
     if transition.prompt_ids is None or transition.response_ids is None:
         return DropReason.NO_TOKEN_IDS

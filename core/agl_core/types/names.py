@@ -83,6 +83,10 @@ _FINISHED: Mapping[str, FinishReason] = {
 }
 
 
+HOUSEKEEPING = "housekeeping"
+"""The agent of calls that a program makes for itself, a session's title for example."""
+
+
 class ToolStatus(StrEnum):
     """How a tool call ended."""
 
