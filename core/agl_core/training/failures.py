@@ -98,6 +98,28 @@ def no_result(episodes: Sequence[Episode]) -> str | None:
     return f"the result was null in all {len(finished)} rollouts"
 
 
+def cached_replies(episodes: Sequence[Episode]) -> str | None:
+    """Rollouts made no LLM call where others of their group made some, or went on from a reply that another one got.
+    A cache in the agent's client answers them: they are copies, and teach nothing.
+
+    Switch the cache off (LangChain's set_llm_cache, DSPy's and LiteLLM's cache); if there is none, see what the
+    attempts say (agl show ROLLOUT).
+    """
+    groups, cached = defaultdict[str, list[Episode]](list), list[str]()
+    for episode in episodes:
+        groups[episode.group].append(episode)
+    for group in groups.values():
+        got = {e.rollout: {call["id"] for t in e.transitions for call in tool_calls_of(t.response)} for e in group}
+        for episode in group:
+            others = set().union(*(ids for rollout, ids in got.items() if rollout != episode.rollout))
+            last = episode.transitions[-1].messages if episode.transitions else ()
+            copied = {call["id"] for message in last for call in tool_calls_of(message)} - got[episode.rollout]
+            is_silent = episode.ending is Ending.NO_CALL and any(other.transitions for other in group)
+            if is_silent or copied & others:
+                cached.append(episode.rollout)
+    return f"{len(cached)} of {len(episodes)} rollouts seem to have got replies from a cache" if cached else None
+
+
 async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
     """All rollouts of a step, or of an evaluation, failed in one way; or some of the first evaluation. Rollouts that
     fail teach little or nothing.
@@ -183,7 +205,7 @@ def checks_in(loaded: LoadedConfig) -> list[Check]:
     counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
     checks: list[Check] = [no_reward, contradicted_tool_results]
     if loaded.config.agent is not None:
-        checks.append(no_result)
+        checks += [no_result, cached_replies]
     if any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting):
         checks.append(asserted_tool_results)
     if not any(table.weight and any(mode.trains for mode in table.modes) for table in tables.values()):

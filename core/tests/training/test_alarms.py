@@ -19,7 +19,14 @@ from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Hold
 from agl_core.testing.server import running_stack, until
 from agl_core.training.alarms import CHECKS, Numbers, Watch
-from agl_core.training.failures import asserted_rewards, asserted_tool_results, check_patience, checks_in, who_waits
+from agl_core.training.failures import (
+    asserted_rewards,
+    asserted_tool_results,
+    cached_replies,
+    check_patience,
+    checks_in,
+    who_waits,
+)
 from agl_core.training.metrics import MetricsLog
 from agl_core.types import (
     AlarmName,
@@ -326,6 +333,21 @@ def reported_by(*sources: Source) -> Episode:
     tool_results = tuple(ToolResult(s.value, "r", 0, "add", ToolStatus.OK, source=s) for s in sources)
     plain = episode()
     return replace(plain, transitions=(replace(plain.transitions[0], tool_results=tool_results),))
+
+
+def test_a_cache_in_the_agents_client_is_noticed() -> None:
+    """The first call of a rollout, and the only one."""
+    reply = make.choice(tool_calls=["c1"]).message
+    first = make.episode(make.transition(response=reply), rollout="a")
+    own = make.episode(
+        make.transition(response=make.choice(tool_calls=["c2"]).message, rollout="b"),
+        make.transition(1, messages=(make.choice(tool_calls=["c2"]).message,), rollout="b"),
+        rollout="b",
+    )
+    copy = make.episode(make.transition(messages=(reply,), rollout="c"), rollout="c")
+    silent = make.episode(rollout="d", ending=Ending.NO_CALL)
+    assert cached_replies([first, own, replace(copy, group="h"), replace(silent, group="i")]) is None
+    assert "2 of 4 rollouts" in str(cached_replies([first, own, copy, silent]))
 
 
 @pytest.mark.parametrize("source", [Source.ADAPTER, Source.SPAN, Source.COMMAND])
