@@ -135,9 +135,8 @@ class TrainSection(Section):
     patience: int = Field(
         2,
         ge=0,
-        description="Training stops with an error after this many steps in a row with nothing to train on, all for one "
-        "reason that does not go away by itself (docs/bad-input.md); 0: it never stops, and has no first look at the "
-        "agent.",
+        description="Training stops with an error after this many steps in a row with nothing to train on, none for "
+        "a reason that goes away by itself (docs/bad-input.md); 0: it never stops, and has no first look at the agent.",
     )
     stop: StopSection = StopSection()
     serving_gap: float = Field(

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 Check: TypeAlias = Callable[[Sequence[Episode]], str | None]
 """An alarm on the new rollouts of a step; `alarms` says what an alarm is."""
 
-REMEDIES: Mapping[Ending | DropReason, str] = {
+REMEDIES: Mapping[str, str] = {
     Ending.CRASHED: "Fix what the agent raises. If a reply of the model makes it raise (it calls a tool that does not "
     "exist, say), the agent is not broken: let it catch that error and return.",
     Ending.TIMED_OUT: "Raise workers.timeout, or have the agent stop earlier.",
@@ -231,36 +231,36 @@ def common_failure(episodes: Sequence[Episode]) -> Ending | None:
     return endings.pop() if len(endings) == 1 and Ending.FINISHED not in endings else None
 
 
-def why_nothing(numbers: Mapping[str, float]) -> Ending | DropReason | None:
-    """The only reason for which a step with these numbers had nothing to train on.
+def why_nothing(numbers: Mapping[str, float]) -> Mapping[str, int]:
+    """The reasons for which a step with these numbers had nothing to train on, by how often.
 
-    None if it had data, or several or passing reasons. `group_too_small` does not count: it follows from others. A loss
-    that is not a number moves no weight, whatever else was dropped.
+    Empty if it had data, or if rollouts finished and some were dropped for a passing reason. `group_too_small` does not
+    count: it follows from others. A loss that is not a number moves no weight, whatever else was dropped.
     """
     if any(map(math.isnan, of_update(LOSS, numbers))):
-        return DropReason.NON_FINITE
+        return {DropReason.NON_FINITE: 1}
     if numbers["transitions/kept"]:
-        return None
+        return {}
     endings = counts([numbers], "ending/")
-    if len(endings) == 1 and Ending.FINISHED not in endings:
-        return Ending(*endings)
-    dropped = {*counts([numbers], "dropped/"), *counts([numbers], "episodes_dropped/")} - {DropReason.GROUP_TOO_SMALL}
-    if DropReason.NON_FINITE in dropped:
-        dropped -= _PASSING
-    return DropReason(*dropped) if len(dropped) == 1 and not dropped & _PASSING else None
+    if endings and Ending.FINISHED not in endings:
+        return endings
+    dropped = counts([numbers], "dropped/") + counts([numbers], "episodes_dropped/")
+    ignored = {DropReason.GROUP_TOO_SMALL, *(_PASSING if DropReason.NON_FINITE in dropped else ())}
+    reasons = {reason: count for reason, count in dropped.items() if reason not in ignored}
+    return {} if reasons.keys() & _PASSING else reasons
 
 
 def check_patience(step: int, steps: Sequence[Mapping[str, float]], patience: int) -> None:
-    """TrainingError if the last `patience` steps had nothing to train on for one reason; 0: never."""
+    """TrainingError if the last `patience` steps had nothing to train on, whatever the reason of each; 0: never."""
     reasons = [why_nothing(numbers) for numbers in steps[-patience:]]
-    reason = reasons[-1]
-    if not patience or reason is None or reasons != [reason] * patience:
+    if not patience or len(reasons) < patience or not all(reasons):
         return
-    what = "all rollouts ended as" if isinstance(reason, Ending) else "all was dropped for one reason:"
+    most = sum(map(Counter, reasons), Counter[str]()).most_common()
     which = f"step {step}" if patience == 1 else f"steps {step - patience + 1} to {step}"
     raise TrainingError(
-        f"There was nothing to train on in {which}: {what} {reason.value}. {REMEDIES.get(reason, '')} See "
-        f"docs/bad-input.md. The run can be resumed; train.patience = N lets N such steps pass, 0 any number."
+        f"There was nothing to train on in {which}: {', '.join(f'{count} {reason}' for reason, count in most)}. "
+        f"{REMEDIES.get(most[0][0], '')} See docs/bad-input.md. The run can be "
+        f"resumed; train.patience = N lets N such steps pass, 0 any number."
     )
 
 

@@ -224,7 +224,7 @@ ENDINGS: dict[str, Callable[[Rollout], Ending]] = {
 @pytest.mark.parametrize(
     ("patience", "name", "steps"),
     [(1, "all crash", 1), (3, "all crash", 3), (0, "all crash", 4), (2, "a step between", 4),
-     (2, "another reason each", 4)],
+     (2, "another reason each", 2)],
 )  # fmt: skip
 async def test_patience_is_how_many_such_steps_in_a_row_end_a_run(
     tmp_path: Path, patience: int, name: str, steps: int
@@ -243,7 +243,7 @@ async def test_what_training_brings_along_ends_no_run(tmp_path: Path, dropped: D
     """Rewards of a policy that cannot do anything yet are all equal, for example."""
     bench = make_bench(tmp_path)
     bench.engine.dropped = dropped
-    with pytest.raises(TrainingError, match=f"one reason: {dropped}") if ends else nullcontext():
+    with pytest.raises(TrainingError, match=rf"train on in step.*: \d+ {dropped}\.") if ends else nullcontext():
         await bench.trainer.train()
     # What the engine could not take was in no group's mean; `agl show` explains the group by what has an advantage.
     advantages = {record.advantage for record in bench.store.written if isinstance(record, TrainingRecord)}
@@ -260,14 +260,14 @@ async def test_what_training_brings_along_ends_no_run(tmp_path: Path, dropped: D
 def test_a_loss_that_is_nan_in_every_step_ends_the_run(numbers: dict[str, float]) -> None:
     well = {"transitions/kept": 8.0, "update/writer/loss": 0.5}
     check_patience(2, [well, numbers], 2)
-    with pytest.raises(TrainingError, match=r"steps 2 to 3: .* one reason: non_finite. Look for NaN"):
+    with pytest.raises(TrainingError, match=r"steps 2 to 3: \d+ non_finite. Look for NaN"):
         check_patience(3, [well, numbers, numbers], 2)
 
 
 async def test_groups_that_are_too_small_are_so_for_another_reason(tmp_path: Path) -> None:
     bench = make_bench(tmp_path)
     bench.collector.ending = lambda rollout: Ending.LOST if rollout.member else Ending.FINISHED
-    with pytest.raises(TrainingError, match="one reason: ending"):
+    with pytest.raises(TrainingError, match=r": \d+ ending\."):
         await bench.trainer.train()
 
 
