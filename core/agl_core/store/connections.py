@@ -49,7 +49,8 @@ _DAMAGED = (
 _MEANINGS = {
     sqlite3.SQLITE_NOTADB: "is not an SQLite database. Choose another path, or move that file away.",
     sqlite3.SQLITE_CORRUPT: _DAMAGED,
-    sqlite3.SQLITE_FULL: "cannot grow: the disk is full. Free some space, then go on (`agl train --resume`).",
+    sqlite3.SQLITE_FULL: "cannot grow: the disk is full. Free some space, then start again; a run that had "
+    "begun goes on (`agl train --resume`).",
     sqlite3.SQLITE_BUSY: "is locked by another program. Close what has it open for writing, then try again.",
 }
 _PRIMARY_CODE = 0xFF

@@ -291,7 +291,7 @@ def stall(seconds: float, who_waits: str) -> str:
 
 @dataclass
 class StallWatch:
-    """Raises the alarm when what is waited for takes too long, and says it at once.
+    """Raises the alarm when what is waited for takes too long, and says it at once; StoreError if that is the store.
 
     It knows when the machine stood still: the engine left a call unanswered for as long as an alarm takes, or this
     process, which is the gateway too, got no time. What rollouts lost by that is no fault of theirs.
@@ -327,6 +327,8 @@ class StallWatch:
                     seen, remedy = f"the trainer waits for the engine, {engine_does}", _ENGINE_REMEDY
                     waited = time.monotonic() - started
                     if self.activity is not None and self.store is not None and not engine_does:
+                        # Workers wait for a store that cannot be written; the error says what to do.
+                        await self.store.put(*(await self.store.runs())[-1:])
                         activity = self.activity()
                         seen, remedy = await who_waits(activity, self.store)
                         unanswered = max((attempt.asking or 0.0 for attempt in activity.attempts), default=0.0)
