@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -217,7 +217,7 @@ def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
 
 def _texts(agent: AgentFile, model: str) -> Mapping[str, str]:
     """The files to write; tasks only if there are none."""
-    sums, columns = [], ""
+    sums, columns = list[dict[str, Any]](), ""
     for number in range(8):
         a, b = 2 + number, 3 * number % 7 + 1
         question = f"What is {a} + {b}?"

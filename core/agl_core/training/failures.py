@@ -318,6 +318,7 @@ class StallWatch:
     async def watched(self, work: Awaitable[Result], engine_does: str = "") -> Result:
         """The result of a rollout's end, or of something that the engine does; alarms while it takes too long."""
         task, started = asyncio.ensure_future(work), time.monotonic()
+        failed_before = self.store and self.store.failure
         least = ENGINE_SHORTEST if engine_does else SHORTEST
         limit = self.setting or max(least, TIMES * self._longest[engine_does])
         try:
@@ -327,8 +328,8 @@ class StallWatch:
                     seen, remedy = f"the trainer waits for the engine, {engine_does}", _ENGINE_REMEDY
                     waited = time.monotonic() - started
                     if self.activity is not None and self.store is not None and not engine_does:
-                        # Workers wait for a store that cannot be written; the error says what to do.
-                        await self.store.put(*(await self.store.runs())[-1:])
+                        if self.store.failure not in (None, failed_before):  # Workers wait for the store.
+                            raise self.store.failure
                         activity = self.activity()
                         seen, remedy = await who_waits(activity, self.store)
                         unanswered = max((attempt.asking or 0.0 for attempt in activity.attempts), default=0.0)

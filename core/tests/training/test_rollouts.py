@@ -19,7 +19,6 @@ from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
 from agl_core.server.gateway import call_seed
-from agl_core.store.interface import Record
 from agl_core.testing import episodes as make
 from agl_core.training.failures import StallWatch
 from agl_core.training.loop import Evaluator
@@ -192,17 +191,15 @@ async def test_a_wait_that_is_too_long_is_told_again_and_again_and_goes_on() -> 
     assert watch.take() == []
 
 
-class FullStore(MemoryStore):
-    """Its disk is full."""
-
-    async def put(self, *records: Record) -> None:
-        raise StoreError("the disk is full")
-
-
 async def test_a_wait_for_workers_that_wait_for_the_store_ends_with_what_the_store_says() -> None:
     idle = Activity(queued=1, running=0, waiting=0, finished=None, serving=True, attempts=[])
+    store, ends = MemoryStore(), asyncio.Event()
+    waiting = asyncio.create_task(StallWatch(0.05, lambda: idle, store).watched(ends.wait()))
+    await asyncio.sleep(0)
+    store.failure = StoreError("the disk is full")
     with pytest.raises(StoreError, match="the disk is full"):
-        await StallWatch(0.05, lambda: idle, FullStore()).watched(asyncio.sleep(60))
+        await waiting
+    assert await StallWatch(0.05, lambda: idle, store).watched(asyncio.sleep(0.1, "of earlier")) == "of earlier"
 
 
 class BlockedQueue(ScriptedQueue):
