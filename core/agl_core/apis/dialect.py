@@ -146,6 +146,8 @@ class Dialect(ABC):
     """Its name, as recorded with each call."""
     id_prefix: ClassVar[str]
     """The prefix of its replies' ids."""
+    echoes = True
+    """True if a request may write an earlier reply in other words, which have to become the upstream's own again."""
     counts = False
     """True if it only counts the tokens of a prompt: by a reply of one token, which no agent sees."""
     refused: ClassVar[frozenset[str]] = frozenset()
@@ -295,7 +297,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 class ChatCompletions(Dialect):
     """`POST /v1/chat/completions`, which the upstream speaks itself."""
 
-    api, id_prefix = "chat.completions", "chatcmpl-"
+    api, id_prefix, echoes = "chat.completions", "chatcmpl-", False
 
     def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
         logprobs = body.get("logprobs")
@@ -334,7 +336,7 @@ class Completions(Dialect):
     Without `max_tokens` the run's limit holds, not the 16 tokens of OpenAI's servers.
     """
 
-    api, id_prefix = "completions", "cmpl-"
+    api, id_prefix, echoes = "completions", "cmpl-", False
     refused = frozenset({"echo", "suffix", "max_completion_tokens", "messages", "tools"})
     rewritten = frozenset({"prompt"})
     kept = frozenset({"logprobs", "best_of"})

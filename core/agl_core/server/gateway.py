@@ -137,7 +137,8 @@ class Gateway:
                 exchange = self._exchange(call, raw)
                 exchange.waiting.append(connection)
                 reply = await self._reply(call, exchange, live)
-                attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
+                if dialect.echoes:
+                    attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
                 exchange.request = parsed if exchange.conversation is not None else None
                 self._budget.update(attempt.answered)
                 self._log(dialect, parsed.notes(reply.raw.ignored))

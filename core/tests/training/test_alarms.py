@@ -18,7 +18,7 @@ from agl_core.errors import TrainingError
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Hold
 from agl_core.testing.server import running_stack, until
-from agl_core.training.alarms import CHECKS, Numbers, Watch
+from agl_core.training.alarms import CHECKS, KEPT_FIRST, Numbers, Watch
 from agl_core.training.failures import (
     asserted_rewards,
     asserted_tool_results,
@@ -149,8 +149,16 @@ def test_a_resumed_run_goes_on_from_its_numbers_and_does_not_repeat_itself(tmp_p
     for number, numbers in enumerate([*[SOUND] * 8, *[bad] * 4], 1):
         alarms = first.look(numbers)
         log.write(number, "train", {**numbers, **first.held}, alarms)
-    assert watched(Watch(steps=[*log.forget_after(12)]), bad) == []
-    assert watched(Watch(steps=[*log.forget_after(8)]), bad, bad, bad) == [AlarmName.TRUNCATED]
+    assert watched(Watch(steps=[*log.steps()]), bad) == []
+    log.forget_after(8)
+    assert watched(Watch(steps=[*log.steps()]), bad, bad, bad) == [AlarmName.TRUNCATED]
+
+
+def test_a_long_run_is_compared_with_its_first_and_latest_steps_alone() -> None:
+    watch = Watch(kept=20)
+    falling = [{"update/entropy": 2.0, "reward/mean": 0.5}] * 200 + [{"update/entropy": 0.1, "reward/mean": 0.5}] * 5
+    assert watched(watch, *falling) == [AlarmName.ENTROPY_COLLAPSE]
+    assert len(watch.steps) == KEPT_FIRST + 20
 
 
 async def test_a_run_says_them_and_writes_them(tmp_path: Path) -> None:
