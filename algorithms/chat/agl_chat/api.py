@@ -20,6 +20,7 @@ from urllib.parse import quote
 import numpy as np
 import orjson
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 from starlette.responses import StreamingResponse
@@ -86,7 +87,7 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
         return openai_error(_api_error(error))
 
     routes = [Route(CHAT_COMPLETIONS, chat_completions, methods=["POST"]), Route(MODELS, list_models)]
-    return Starlette(routes=routes, exception_handlers={AglError: refuse})
+    return Starlette(routes=routes, exception_handlers={AglError: refuse, ClientDisconnect: refuse})
 
 
 def _api_error(error: Exception) -> ApiError:
