@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, retry_count
-from agl_core.apis.dialect import Dialect, ModelRequest, housekeeping, unsupported
+from agl_core.apis.dialect import Dialect, ModelRequest, unsupported
 from agl_core.apis.errors import ApiError, as_answer, attempt_closed, rendered, stopping, store_failed
 from agl_core.apis.reply import Delta, Reply, StreamedCompletion, read_reply
 from agl_core.apis.streams import STREAM_HEADERS, STREAM_TYPE, Event, Renderer
@@ -74,7 +74,7 @@ class _ModelCall:
     def agent(self) -> str | None:
         """Who makes the call, if the request says so."""
         name = self.headers.get(HEADER_AGENT)
-        return housekeeping(self.request.chat) if name is None else unquote(name)
+        return None if name is None else unquote(name)
 
     def policy(self, served: Destination) -> str:
         """The policy that answers it; ApiError 404 if there is none."""
@@ -137,8 +137,7 @@ class Gateway:
                 exchange = self._exchange(call, raw)
                 exchange.waiting.append(connection)
                 reply = await self._reply(call, exchange, live)
-                if dialect.echoes:
-                    attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
+                attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
                 exchange.request = parsed if exchange.conversation is not None else None
                 self._budget.update(attempt.answered)
                 self._log(dialect, parsed.notes(reply.raw.ignored))
@@ -284,6 +283,7 @@ class Gateway:
                 late=late,
                 undelivered=all(connection.is_gone for connection in exchange.waiting),
                 stamped=HEADER_ROLLOUT in headers,
+                ignored=request.notes(reply.raw.ignored).get(HEADER_IGNORED),
             )
             await self._commit(attempt, record, exchange.supersedes, done)
             attempt.completed_calls += not late

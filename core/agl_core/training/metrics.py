@@ -27,7 +27,7 @@ from agl_core.learning.tool_results import has_failed
 from agl_core.protocols import KeepingTracker, Tracker
 from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import HEADLINE_SET, RunState, model_links
-from agl_core.types import Ending, Episode, FinishReason, Json, TrainingRecord, scored_return
+from agl_core.types import Ending, Episode, FinishReason, Json, PrefixBreak, TrainingRecord, scored_return
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "length/prompt": mean(len(t.prompt_ids) for t in transitions if t.prompt_ids is not None),
         "length/response": mean(len(t.response_ids) for t in transitions if t.response_ids is not None),
         "length/truncated": mean(t.finish_reason is FinishReason.LENGTH for t in transitions),
-        "calls/prefix_broken": float(sum(t.prefix_broken is not None for t in transitions)),
+        "calls/prefix_broken": float(sum(t.prefix_broken not in (None, PrefixBreak.REQUEST) for t in transitions)),
         "calls/parse_errors": float(sum(t.parse_error is not None for t in transitions)),
         "calls/undelivered": float(sum(len({t.key.call for t in e.undelivered}) for e in episodes)),
         "calls/passed_through": float(sum(sum((e.passed_through or {}).values()) for e in episodes)),
@@ -232,26 +232,23 @@ class MetricsLog:
         self._failed: set[str] = set()
         """The trackers that raised, by name."""
 
-    def steps(self) -> Iterator[dict[str, float]]:
-        """The numbers of each training step, from the file: they may be many."""
-        if self._path.exists():
-            with open(self._path, "rb") as file:
-                for values in map(orjson.loads, file):
-                    if values["kind"] == "train":
-                        yield {key: value for key, value in values.items() if isinstance(value, float)}
-
-    def forget_after(self, step: int) -> None:
+    def forget_after(self, step: int) -> list[dict[str, float]]:
         """Remove the lines of superseded steps, when a run resumes from an earlier checkpoint.
+
+        Returns the numbers of the training steps that are left.
 
         A last line that a kill or a full disk truncated is removed too; CheckpointError if another line cannot be read.
         """
         if not self._path.exists():
-            return
-        lines, kept = self._path.read_bytes().splitlines(), []
+            return []
+        lines, kept, steps = self._path.read_bytes().splitlines(), [], []
         for number, line in enumerate(lines, 1):
             try:
-                if orjson.loads(line)["step"] <= step:
+                values = orjson.loads(line)
+                if values["step"] <= step:
                     kept.append(line)
+                    if values.get("kind") == "train":
+                        steps.append({key: value for key, value in values.items() if isinstance(value, float)})
             except (orjson.JSONDecodeError, LookupError, TypeError) as error:
                 if number < len(lines):
                     raise CheckpointError(
@@ -259,6 +256,7 @@ class MetricsLog:
                         f"resume again."
                     ) from error
         private.replace(self._path, b"".join(line + b"\n" for line in kept))
+        return steps
 
     def write(
         self, step: int, kind: str, metrics: Mapping[str, float], alarms: Sequence[Alarm] = (), stopped: str = ""

@@ -83,10 +83,6 @@ _FINISHED: Mapping[str, FinishReason] = {
 }
 
 
-HOUSEKEEPING = "housekeeping"
-"""The agent of calls that a program makes for itself, a session's title for example."""
-
-
 class ToolStatus(StrEnum):
     """How a tool call ended."""
 
@@ -172,6 +168,8 @@ class PrefixBreak(StrEnum):
     """The messages before the reply are not those that it answered."""
     TEMPLATE = "template"
     """The chat template writes the reply, or what stands before it, otherwise in a longer conversation."""
+    REQUEST = "request"
+    """The request shows the model other tools, or has other variables for the chat template, than the reply's had."""
     CUT = "cut"
     """The reply was cut short, and the chat template does not write it as it was sampled."""
     SERVER = "server"
@@ -249,7 +247,6 @@ class AlarmName(StrEnum):
     LOGPROB_GAP = "logprob_gap"
     NO_REWARD = "no_reward"
     NO_RESULT = "no_result"
-    CACHED_REPLIES = "cached_replies"
     FAILURES = "failures"
     ASSERTED_TOOL_RESULTS = "asserted_tool_results"
     CONTRADICTED_TOOL_RESULTS = "contradicted_tool_results"
@@ -266,7 +263,6 @@ _WITHOUT_THRESHOLD = frozenset(
     {
         AlarmName.NO_REWARD,
         AlarmName.NO_RESULT,
-        AlarmName.CACHED_REPLIES,
         AlarmName.FAILURES,
         AlarmName.ASSERTED_TOOL_RESULTS,
         AlarmName.CONTRADICTED_TOOL_RESULTS,

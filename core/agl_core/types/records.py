@@ -196,6 +196,8 @@ class Call:
     """The reply reached no client: the client hung up before it came, or left the stream. The call does not count."""
     stamped: bool = True
     """True if the agent's process said who made it, if it knew: its HTTP library is one that agl knows."""
+    ignored: str | None = None
+    """The fields of the request that were not honoured, as the reply's `x-agl-ignored` names them."""
 
     @property
     def key(self) -> AttemptKey:

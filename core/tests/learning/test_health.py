@@ -64,6 +64,7 @@ def test_a_rollout_that_went_as_it_should() -> None:
         (built(reply(" \n")), Symptom.EMPTY_ANSWER),
         (built(ASKS, reply("I failed."), results=(FAILED,)), Symptom.TOOLS_FAILED),
         (built(reply("hi"), prefix_broken=PrefixBreak.EDITED), Symptom.PREFIX_BROKEN),
+        (built(reply(""), prefix_broken=PrefixBreak.REQUEST), Symptom.EMPTY_ANSWER),
         (built(reply("hi"), prompt_ids=np.arange(3), request=asks("one two three four")), Symptom.PROMPT_CUT),
         (built(reply("hi"), prompt_ids=np.arange(3), request=asks("x" * 512)), Symptom.PROMPT_CUT),
     ],

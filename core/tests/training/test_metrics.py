@@ -98,6 +98,7 @@ def test_a_rules_reward_is_its_sum_over_the_rollouts() -> None:
 def changed() -> Episode:
     """Three transitions of two calls: two choices of one, and a truncated one with a broken prefix."""
     first, last = episode("a", (0, 0)).transitions
+    first = replace(first, prefix_broken=PrefixBreak.REQUEST)
     second = replace(
         first, key=TransitionKey("a", 0, first.key.call, 1), tool_results=(tool_result("1"), tool_result("2"))
     )
@@ -112,7 +113,7 @@ def test_lengths_calls_and_tool_results_are_counted_by_transition_call_and_rollo
     assert (metrics["rollout/turns"], metrics["rollout/calls"], metrics["rollout/tool_results"]) == (2, 1.5, 1)
     assert (metrics["length/prompt"], metrics["length/response"]) == (2, 3), "a prompt without ids has no length"
     assert (metrics["length/truncated"], metrics["calls/prefix_broken"], metrics["calls/parse_errors"]) == (0.25, 1, 1)
-    assert metrics["calls/prefix_broken/moved"] == 1
+    assert (metrics["calls/prefix_broken/moved"], metrics["calls/prefix_broken/request"]) == (1, 2)
     assert metrics["tool_results/unjoined"] == 1
 
 
@@ -230,9 +231,7 @@ def test_resuming_takes_out_later_steps_and_a_line_that_was_cut_off(tmp_path: Pa
     kept = b"".join(whole.splitlines(keepends=True)[:2])
     for end in (len(whole), *range(len(kept) + 1, len(whole) - len(kept) // 2)):
         path.write_bytes(whole[:end])
-        log = MetricsLog(path, {}, restart=1)
-        log.forget_after(1)
-        assert [*log.steps()] == [{"loss": 0.5, "time": ANY}] * 2
+        assert [*MetricsLog(path, {}, restart=1).forget_after(1)] == [{"loss": 0.5, "time": ANY}] * 2
         assert path.read_bytes() == kept, whole[:end]
 
     for broken in (b'{"step":1', b"{}", b"[]", b"3", b""):
