@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -27,18 +27,23 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from agl_chat.backends import Backend, Generated, Request, SampledToken
-from agl_chat.conversation import ChatText, Prompt, Sessions
+from agl_chat.conversation import ChatText, Prompt, Sessions, overflow
 from agl_chat.formats import Message, Parsed, ToolFormat
 from agl_chat.parsing import ReplyParser, ResponseText
 from agl_chat.requests import ChatRequest, normalise, parse_request
 from agl_core.apis.dialect import unsupported, wrong
-from agl_core.apis.errors import CONTEXT_OVERFLOW, ENGINE_FAILED, ApiError, openai_error, openai_problem, rendered
+from agl_core.apis.errors import ApiError, openai_error, openai_problem, rendered
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_MOVED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
 from agl_core.server.listening import unless_gone
 from agl_core.types import FinishReason
 
+Result = TypeVar("Result")
 CHAT_COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
+PROMPT_TIMEOUT = 30.0
+"""Seconds in which a conversation has to be rendered and tokenised."""
+_SHORT = 1 << 16
+"""Bytes of a request that takes milliseconds: longer ones are worked on by another thread than the server's."""
 _LONGEST_NOTE = 1000
 """Characters."""
 _FOR_TEMPLATES = ("reasoning_effort",)
@@ -65,12 +70,14 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
 
     async def chat_completions(request: HttpRequest) -> HttpResponse:
         check_key(request)
-        chat = parse_request(await request.body())
+        body = await request.body()
+        chat = await _in_time(lambda: parse_request(body), len(body))
         model = models.get(chat.model)
         if model is None:
             message = f"There is no model {chat.model!r}. {nearest(chat.model, models)}"
             raise ApiError(404, message, type="not_found_error", param="model", code="model_not_found")
-        exchange = model.begin(chat, request.headers.get(HEADER_ROLLOUT), moved=HEADER_MOVED in request.headers)
+        session, moved = request.headers.get(HEADER_ROLLOUT), HEADER_MOVED in request.headers
+        exchange = await _in_time(lambda: model.begin(chat, session, moved=moved), len(body))
         headers = {}
         if exchange.ignored:
             # A name may be anything, and a header may not.
@@ -87,14 +94,30 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
         return openai_error(_api_error(error))
 
     routes = [Route(CHAT_COMPLETIONS, chat_completions, methods=["POST"]), Route(MODELS, list_models)]
-    return Starlette(routes=routes, exception_handlers={AglError: refuse, ClientDisconnect: refuse})
+    errors = AglError, RecursionError, ClientDisconnect, Exception  # Starlette logs a traceback of the last alone.
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, refuse))
+
+
+async def _in_time(work: Callable[[], Result], size: int) -> Result:
+    """The result of work on a request of so many bytes. ApiError if it takes too long."""
+    if size <= _SHORT:
+        return work()
+    try:
+        async with asyncio.timeout(PROMPT_TIMEOUT):
+            return await asyncio.to_thread(work)
+    except TimeoutError:
+        message = f"The prompt was not made within {PROMPT_TIMEOUT:g} s: send a shorter one, or try again."
+        raise ApiError(503, message, type="server_error", code="timeout", retry_after=1) from None
 
 
 def _api_error(error: Exception) -> ApiError:
-    return error if isinstance(error, ApiError) else _engine_error(str(error))
+    if isinstance(error, RecursionError):
+        return ApiError(400, "The request is nested too deeply.", code="invalid_value")
+    words = str(error) if isinstance(error, AglError) else f"{type(error).__name__}: {error}"
+    return error if isinstance(error, ApiError) else _engine_error(words)
 
 
-def _engine_error(message: str, code: str = ENGINE_FAILED) -> ApiError:
+def _engine_error(message: str, code: str = "engine_error") -> ApiError:
     return ApiError(500, message, type="server_error", code=code)
 
 
@@ -147,14 +170,25 @@ class ModelServer:
         `moved`: other servers answered earlier calls of the session.
         """
         tool_format = self._tool_format(chat)
+        if len(chat.messages) > self._context_length:  # Each has a token at least.
+            raise overflow(f"are {len(chat.messages)}, and this model has a context of {self._context_length} tokens")
         messages, ignored = normalise(chat.messages), chat.unknown
         known = {name: ignored.pop(name) for name in _FOR_TEMPLATES if name in ignored and name in self.text.template}
-        options = known | (chat.chat_template_kwargs or {})
-        prompt = self._sessions.prompt(session, messages, tools=chat.shown_tools, options=options, moved=moved)
+        variables = chat.chat_template_kwargs or {}
+        if reserved := self.text.reserved & variables.keys():
+            problem = f"sets {', '.join(sorted(reserved))}, which is no variable of a template. Leave it out"
+            raise unsupported("chat_template_kwargs", problem)
+        prompt = self._sessions.prompt(
+            session,
+            messages,
+            tools=chat.shown_tools,
+            options=known | variables,
+            moved=moved,
+            limit=self._context_length,
+        )
         length, context = len(prompt.ids), self._context_length
         if length + 1 > context:
-            problem = f"alone are {length} tokens of this model's {context}: there is no room for a response"
-            raise wrong("messages", f"{problem}. Shorten them", code=CONTEXT_OVERFLOW)
+            raise overflow(f"alone are {length} tokens of this model's {context}")
         stops = (*chat.stops, *_one_call_end(chat, tool_format))
         forced = self.text.forced_prefix(prompt.text, chat.forced_tool) if chat.forces_tool else ""
         request = Request(
@@ -173,6 +207,9 @@ class ModelServer:
             distortions=chat.distortions,
             model=self.name,
         )
+        if (kept := self.text.kept_systems) < 2:
+            roles = enumerate(message["role"] for message in messages)
+            ignored |= {f"messages.{at}.role": role for at, role in roles if role == "system" and at >= kept}
         parser = self.text.parser(prompt.text, chat.shown_tools)
         return Exchange(chat, session, messages, prompt, request, parser, tuple(ignored))
 
@@ -266,10 +303,10 @@ def _one_call_end(chat: ChatRequest, tool_format: ToolFormat | None) -> tuple[st
     """Where to stop so that there is one tool call at most, if that is asked for."""
     if chat.parallel_tool_calls is not False or tool_format is None:
         return ()
-    if tool_format.call_end is None:
+    if not tool_format.marks[1]:
         reason = f"nothing marks the end of a call in the format {tool_format.name!r}"
         raise unsupported("parallel_tool_calls", f"= false is not supported: {reason}. Leave it out")
-    return (tool_format.call_end,)
+    return (tool_format.marks[1],)
 
 
 def stop_at(text: ChatText, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:

@@ -130,7 +130,10 @@ class HttpBackend(ABC):
         responses = _Responses(request)
         async with aclosing(self.ask({"stream": request.watch is not None, **self._body(request)})) as answers:
             async for answer in answers:
-                self._read(answer, responses)
+                try:
+                    self._read(answer, responses)
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
+                    raise _unreadable(error, answer) from error
         return responses.generated()
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
@@ -148,7 +151,7 @@ class HttpBackend(ABC):
                 content = await reply.aread()
                 if not reply.is_success:
                     raise failure(reply.status_code, content)
-                yield orjson.loads(content)
+                yield _json(content)
         except httpx.HTTPError as error:
             raise EngineError(f"The model server does not answer ({type(error).__name__}: {error}).") from error
 
@@ -344,11 +347,23 @@ async def read_events(lines: AsyncIterator[str]) -> AsyncGenerator[Any, None]:
         if event == "[DONE]":
             return
         if event:
-            answer = orjson.loads(event)
+            answer = _json(event)
             if "error" in answer:
                 raise failure(200, event.encode())
             yield answer
     raise EngineError("The model server broke off its reply.")
+
+
+def _json(content: bytes | str) -> Any:
+    try:
+        return orjson.loads(content)
+    except ValueError as error:
+        raise _unreadable(error, content) from error
+
+
+def _unreadable(error: Exception, content: Any) -> EngineError:
+    problem = f"{type(error).__name__}: {error}"
+    return EngineError(f"The model server's reply cannot be read ({problem}). It begins with {str(content)[:80]!r}.")
 
 
 def failure(status: int, content: bytes) -> Exception:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import shutil
 from collections import OrderedDict
@@ -16,9 +17,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
@@ -28,9 +29,19 @@ from agl_chat.parsing import ReplyParser, detect_format, detect_thinking
 from agl_chat.plain_text import PlainText, in_plain_text
 from agl_chat.requests import normalise
 from agl_core.apis.dialect import wrong
-from agl_core.apis.errors import ApiError
+from agl_core.apis.errors import CONTEXT_OVERFLOW, ApiError
 from agl_core.errors import EngineError
 from agl_core.types import PrefixBreak, RecordedReply, TokenizedReply, Tokens
+
+_USUAL_CHARACTERS = 8
+"""A token has fewer, but in runs of spaces and the like."""
+_PART, _CUT = 1 << 16, 16
+"""Characters of a part of a text, and the tokens that cutting it there may add."""
+
+
+def overflow(problem: str) -> ApiError:
+    """The refusal of a conversation that leaves no room for a response."""
+    return wrong("messages", f"{problem}: there is no room for a response. Shorten them", code=CONTEXT_OVERFLOW)
 
 
 class ChatText:
@@ -45,6 +56,8 @@ class ChatText:
         """True if tools are shown to the model."""
         self.eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
+        self.reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
+        """Names that no variable of the template may have."""
         self.eos_texts: dict[int, str] = {
             token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(eos_ids)
         }
@@ -73,20 +86,53 @@ class ChatText:
             messages, tools = in_plain_text(messages, tools), None
         if self.tool_format and self.tool_format.id_length:
             messages = [_with_short_ids(message, self.tool_format.id_length) for message in messages]
+        if self.kept_systems < 2:
+            messages = _fold_systems(messages, self.kept_systems)
+        return self._apply(messages, list(tools) if tools else None, prompt, options or {})
+
+    def _apply(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        prompt: bool = True,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                add_generation_prompt=prompt,
-                tokenize=False,
-                **(options or {}),
+                list(messages), tools=tools, add_generation_prompt=prompt, tokenize=False, **options
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # A template is a program.
             if isinstance(error, TypeError) and (texts := _with_text_arguments(messages)) != messages:
-                return self.render(texts, tools=tools, prompt=prompt, options=options)
-            problem = f"cannot be rendered by the model's chat template: {error}"
+                return self._apply(texts, tools, prompt, options)
+            problem = f"cannot be rendered by the model's chat template: {str(error) or type(error).__name__}"
             raise wrong("messages", problem, code="template_error") from error
         return str(text)
+
+    @functools.cached_property
+    def kept_systems(self) -> int:
+        """System messages that the template shows where they stand: none, the first alone, or any number (2)."""
+
+        def shows(*roles: str) -> bool:
+            messages = [{"role": role, "content": f"7{index}31"} for index, role in enumerate(roles)]
+            try:
+                text = self._apply(messages)
+            except ApiError:
+                return False
+            return all(message["content"] in text for message in messages if message["role"] == "system")
+
+        everywhere = shows("system", "system", "user", "system", "assistant", "system", "user")
+        return 2 if everywhere else int(shows("system", "user"))
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """True if a very long text surely has more tokens: told from as many of its parts as that takes."""
+        if len(text) <= limit * _USUAL_CHARACTERS:
+            return False
+        count = 0
+        for start in range(0, len(text), _PART):
+            count += len(self.encode(text[start : start + _PART])) - _CUT
+            if count > limit:
+                return True
+        return False
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, as it stands: nothing is added."""
@@ -140,6 +186,28 @@ def _with_short_ids(message: Message, length: int) -> Message:
     if "tool_call_id" in message:
         changed["tool_call_id"] = message["tool_call_id"][-length:]
     return {**message, **changed}
+
+
+def _fold_systems(messages: Sequence[Message], kept: int) -> list[Message]:
+    """Messages for templates that take no system message but the first, or (`kept` = 0) none at all.
+
+    The text of another one joins the message before it, if that is a user's or the first system message, else the
+    user's after it. Nothing depends on what comes after the next reply, so that prompts go on as they began.
+    """
+    folded: list[Message] = []
+    begun: Message | None = None  # A user's message that has only texts of system messages so far.
+    for message in messages:
+        before, is_extra = (folded[-1] if folded else None), message["role"] == "system" and bool(folded or not kept)
+        if before and (
+            before is begun if message["role"] == "user" else is_extra and before["role"] in ("system", "user")
+        ):
+            folded[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+            begun = folded[-1] if is_extra and before is begun else None
+        elif is_extra:
+            folded.append(begun := {**message, "role": "user"})
+        else:
+            folded.append(message)
+    return folded
 
 
 def _with_text_arguments(messages: Sequence[Message]) -> Sequence[Message]:
@@ -255,6 +323,8 @@ class Prompt:
 
     ids: Tokens
     text: str
+    shown: bytes
+    """Identifies the tools and the template's variables."""
     prefix_broken: PrefixBreak | None
     """Why the recorded ids of an earlier reply could not be used; the latest such reply counts."""
 
@@ -270,6 +340,8 @@ class RecordedChoice:
     prompt_length: int
     """Characters of the prompt's text."""
     prompt_digest: bytes
+    shown: bytes
+    """As the prompt's."""
     reasoning: str
 
     @property
@@ -280,7 +352,7 @@ class RecordedChoice:
 class Sessions:
     """The replies that each rollout of one model got; the least recently used is forgotten when there are too many.
 
-    `max_bytes` bounds the recorded ids, `max_sessions` the number. Used from one thread.
+    `max_bytes` bounds the recorded ids, `max_sessions` the number. One thread records; any may make prompts.
     """
 
     def __init__(self, text: ChatText, *, max_sessions: int = 4096, max_bytes: int = 256 << 20) -> None:
@@ -297,10 +369,11 @@ class Sessions:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
         moved: bool = False,
+        limit: int | None = None,
     ) -> Prompt:
         """Render and encode a conversation, with the recorded ids of replies that it echoes.
 
-        `moved`: replies that are not known here may be other servers'.
+        `moved`: replies that are not known here may be other servers'. ApiError if there are more tokens than `limit`.
         """
 
         def render(count: int, prompt: bool) -> str:
@@ -311,7 +384,9 @@ class Sessions:
         messages = [
             _with_reasoning(message, session.get(digest, ())) for message, digest in zip(messages, before, strict=False)
         ] or messages
-        full, cause = render(len(messages), True), None
+        full, shown, cause = render(len(messages), True), _digest(json.dumps([*tools, options])), None
+        if limit and self._text.exceeds(full, limit):
+            raise overflow(f"alone are more than this model's {limit} tokens")
         for at in range(len(before) - 2, 0, -1):
             if messages[at]["role"] != "assistant":
                 continue
@@ -320,10 +395,10 @@ class Sessions:
             for choice in echoed:
                 tail = self._tail(full, choice, functools.partial(render, at + 1, False), tools)
                 if tail is not None:
-                    return Prompt(np.concatenate([choice.prompt_ids, choice.ids, tail]), full, cause)
-            cause = cause or self._cause(messages[at], echoed, choices, session)
+                    return Prompt(np.concatenate([choice.prompt_ids, choice.ids, tail]), full, shown, cause)
+            cause = cause or self._cause(messages[at], echoed, choices, session, shown)
             cause = cause or (PrefixBreak.SERVER if moved else None)
-        return Prompt(np.array(self._text.encode(full), np.int32), full, cause)
+        return Prompt(np.array(self._text.encode(full), np.int32), full, shown, cause)
 
     def _cause(
         self,
@@ -331,13 +406,16 @@ class Sessions:
         echoed: Sequence[RecordedChoice],
         choices: Sequence[RecordedChoice],
         session: Mapping[bytes, Sequence[RecordedChoice]],
+        shown: bytes,
     ) -> PrefixBreak | None:
         """Why the ids of a reply are not used: those of `echoed` say the same, `choices` answered the same."""
+        if echoed and echoed[0].shown != shown:
+            return PrefixBreak.REQUEST
         if echoed:
             return PrefixBreak.TEMPLATE if self._has_ended(echoed[0]) else PrefixBreak.CUT
         if choices:
             return PrefixBreak.EDITED
-        everything = (choice.meaning for others in session.values() for choice in others)
+        everything = (choice.meaning for others in [*session.values()] for choice in others)
         return PrefixBreak.MOVED if meaning(message) in everything else None
 
     def _has_ended(self, choice: RecordedChoice) -> bool:
@@ -387,6 +465,7 @@ class Sessions:
                     prompt.ids,
                     len(prompt.text),
                     _digest(prompt.text),
+                    prompt.shown,
                     message.get("reasoning_content", ""),
                 )
             )

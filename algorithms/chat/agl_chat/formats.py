@@ -30,7 +30,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A response taken apart. With an error there are no calls, and the content is the whole text but for reasoning."""
+    """A response taken apart. With an error, the content has what is malformed as it was written."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -71,10 +71,14 @@ class ToolFormat(abc.ABC):
     """… and texts that are in no such template."""
     start: tuple[str, str]
     """How a response begins that calls a tool, and how it goes on with the tool's name, which is NAME here."""
+    ends: tuple[str, str, str]
+    """How a call goes on after its arguments, or one that is JSON after itself; another one begins; the last ends."""
+    pair: tuple[str, str] | None = None
+    """What stands before and after the value of an argument KEY; None where arguments are JSON."""
     markers: tuple[str, ...] = ()
     """Texts around and in calls; they stay in a response even where a tokenizer calls them special."""
-    call_end: str | None = None
-    """What ends one call; None if the format has no such mark."""
+    marks: tuple[str, str] = ("", "")
+    """What stands before and after the text of a call; empty if there is no such mark."""
     id_length: int | None = None
     """Characters of a call's id, of which the last ones are shown; templates of this format refuse another length."""
 
@@ -88,7 +92,7 @@ class ToolFormat(abc.ABC):
 
     @abc.abstractmethod
     def split(self, text: str) -> tuple[list[str], list[str]]:
-        """The texts before, between and after calls, and those of the calls. Raises MalformedError."""
+        """The texts before, between and after calls, and those of the calls."""
 
     @abc.abstractmethod
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
@@ -99,33 +103,62 @@ class ToolFormat(abc.ABC):
         return find_mark(text, self.markers)[0]
 
     def parse(self, text: str, tools: Tools = ()) -> Parsed:
-        """Find the calls in a response's text (without its end token)."""
-        try:
-            outside, bodies = self.split(text)
-            calls = tuple(call for body in bodies for call in self.read(without_halves(body), tools))
-        except MalformedError as error:
-            return Parsed(text, error=str(error))
-        if not calls:
-            return Parsed(text)
-        pieces = [outside[0].rstrip(), *(piece.strip() for piece in outside[1:])]
-        return Parsed("\n".join(piece for piece in pieces if piece), calls)
+        """Find the calls in a response's text (without its end token); one that is malformed is content."""
+        (content, *after), bodies = self.split(text)
+        pieces, calls, errors = [content.rstrip()], list[ToolCall](), list[str]()
+        for body, outside in zip(bodies, after, strict=True):
+            malformed = ""
+            try:
+                malformed, read = self._read(body, tools)
+                calls += read
+            except MalformedError as error:
+                malformed = body.join(self.marks)
+                errors.append(str(error))
+            pieces += [malformed.strip(), outside.strip()]
+        errors += filter(None, map(self.fault, pieces))
+        error = errors[0] if errors else None
+        return Parsed("\n".join(filter(None, pieces)), tuple(calls), error) if calls else Parsed(text, error=error)
+
+    def _read(self, body: str, tools: Tools) -> tuple[str, Iterable[ToolCall]]:
+        """The calls in the text of one, and what stands before it that was begun as a call and not ended."""
+        first = self.marks[0]
+        cut, begun, rest = body.rpartition(first) if first else ("", "", body)
+        readings = [(first + cut, rest), ("", body)] if begun else [("", body)]
+        for malformed, text in readings:  # An argument may have the first mark in it.
+            try:
+                return malformed, list(self.read(without_halves(text), tools))
+            except MalformedError as error:
+                problem = error
+        raise problem
+
+    def fault(self, outside: str) -> str | None:
+        """What is wrong with a text outside of calls: it has a part of one."""
+        return None
 
 
 class Tagged(ToolFormat):
-    """Each call stands between the first two markers."""
+    """Each call stands between its marks."""
 
     markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
-    call_end: str | None = "</tool_call>"
+    marks = ("<tool_call>", "</tool_call>")
 
     def split(self, text: str) -> tuple[list[str], list[str]]:
-        first, last = self.markers[:2]
-        pieces = re.split(f"{re.escape(first)}(.*?){re.escape(last)}", text, flags=re.DOTALL)
-        for piece in pieces[::2]:
-            if first in piece:
-                raise MalformedError(f"{first} is not closed by {last}")
-            if last in piece:
-                raise MalformedError(f"{last} without {first}")
-        return pieces[::2], pieces[1::2]
+        (first, last), outside, bodies, after = self.marks, list[str](), list[str](), 0
+        while (start := text.find(first, after)) >= 0 and (end := self.find_end(text, start + len(first))) >= 0:
+            outside.append(text[after:start])
+            bodies.append(text[start + len(first) : end])
+            after = end + len(last)
+        return [*outside, text[after:]], bodies
+
+    def find_end(self, text: str, start: int) -> int:
+        """Where the last mark of a call stands whose text begins here; -1 without one."""
+        return text.find(self.marks[1], start)
+
+    def fault(self, outside: str) -> str | None:
+        first, last = self.marks
+        if first in outside:
+            return f"{first} is not closed by {last}"
+        return f"{last} without {first}" if last in outside else None
 
 
 class Hermes(Tagged):
@@ -134,6 +167,7 @@ class Hermes(Tagged):
     name = "hermes"
     signs, no_signs = ("<tool_call>",), ("<function=", "<arg_key>")  # Later families put XML between the same tags.
     start = ('<tool_call>\n{"name": "', 'NAME", "arguments":')
+    ends = ("}\n</tool_call>", '\n<tool_call>\n{"name": "', "")
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         return [json_call(one_json(body.strip()))]
@@ -145,8 +179,16 @@ class QwenXml(Tagged):
     name = "qwen3_coder"
     signs = ("<tool_call>", "<function=")
     start = ("<tool_call>\n<function=", "NAME>\n")
-    _FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*)</function>", re.DOTALL)
-    _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+    ends = ("</function>\n</tool_call>", "\n<tool_call>\n<function=", "")
+    pair = ("<parameter=KEY>\n", "\n</parameter>\n")
+    # Models forget the > after a name, and arguments have marks in them: those that end one have certain others behind.
+    _FUNCTION = re.compile(r"<function=([^<>\n]+)[>\n](.*)</function>", re.DOTALL)
+    _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)(?:>\n?|\n)(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
+    _BEGIN, _END = re.compile(r"\s*<function="), re.compile(r"(?<=</function>)\s*</tool_call>")
+
+    def find_end(self, text: str, start: int) -> int:
+        end = self._END.search(text, start) if self._BEGIN.match(text, start) else None
+        return text.find(self.marks[1], end.start() if end else start)
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         function = self._FUNCTION.fullmatch(body.strip())
@@ -161,8 +203,10 @@ class Glm(Tagged):
     name = "glm45"
     signs = ("<tool_call>", "<arg_key>")
     start = ("<tool_call>", "NAME\n")
+    ends = ("</tool_call>", "\n<tool_call>", "")
+    pair = ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n")
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+    _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         name, tag, arguments = body.partition("<arg_key>")
@@ -176,6 +220,7 @@ class DeepSeek(Tagged):
     signs: tuple[str, ...] = ("<｜tool▁call▁begin｜>",)
     no_signs: tuple[str, ...] = ("```json",)
     start = ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "NAME<｜tool▁sep｜>{")
+    ends = ("<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>")
     markers = (
         "<｜tool▁call▁begin｜>",
         "<｜tool▁call▁end｜>",
@@ -183,15 +228,17 @@ class DeepSeek(Tagged):
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
     )
-    call_end = "<｜tool▁call▁end｜>"
+    marks = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
     _CALL = re.compile(r"\s*([^\s<]+)\s*<｜tool▁sep｜>(.*)", re.DOTALL)
 
     def split(self, text: str) -> tuple[list[str], list[str]]:
         outside, bodies = super().split(text)
-        without = [piece.replace(self.markers[3], "").replace(self.markers[4], "") for piece in outside]
-        if without != outside and not bodies:
-            raise MalformedError(f"{self.markers[3]} without a call")
-        return without, bodies
+        if bodies:
+            outside = [piece.replace(self.markers[3], "").replace(self.markers[4], "") for piece in outside]
+        return outside, bodies
+
+    def fault(self, outside: str) -> str | None:
+        return f"{self.markers[3]} without a call" if self.markers[3] in outside else super().fault(outside)
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         return [_named_call(self._CALL.fullmatch(body), self.markers[2])]
@@ -203,6 +250,7 @@ class DeepSeekFenced(DeepSeek):
     name = "deepseek_v3"
     signs, no_signs = ("<｜tool▁call▁begin｜>", "```json"), ()
     start = ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>", "NAME\n```json\n{")
+    ends = ("\n```<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁end｜>")
     _CALL = re.compile(r"\s*function<｜tool▁sep｜>([^\n]+)\n```json\n(.*)\n```\s*", re.DOTALL)
 
 
@@ -213,12 +261,14 @@ class Mistral(ToolFormat):
     signs: tuple[str, ...] = ("[TOOL_CALLS]",)
     no_signs: tuple[str, ...] = ("[ARGS]",)
     start = ('[TOOL_CALLS][{"name": "', 'NAME", "arguments":')
+    ends = ("}", ', {"name": "', "]")
     markers: tuple[str, ...] = ("[TOOL_CALLS]",)
+    marks = ("[TOOL_CALLS]", "")
     id_length = 9
 
     def split(self, text: str) -> tuple[list[str], list[str]]:
         content, *bodies = text.split("[TOOL_CALLS]")
-        return [content], bodies
+        return [content, *[""] * len(bodies)], bodies
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         values = one_json(body.strip())
@@ -233,6 +283,7 @@ class MistralNamed(Mistral):
     name = "mistral_named"
     signs, no_signs = ("[TOOL_CALLS]", "[ARGS]"), ()
     start = ("[TOOL_CALLS]", "NAME[ARGS]{")
+    ends = ("", "[TOOL_CALLS]", "")
     markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     _CALL = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 
@@ -248,6 +299,7 @@ class LlamaJson(ToolFormat):
 
     name = "llama3_json"
     start = ('{"name": "', 'NAME", "parameters":')
+    ends = ("", "; ", "")
     markers = ("<|python_tag|>",)
     _BEGINNINGS = ('{"name"', '{"type"', '{"parameters"', '{"function"')
     _OBJECT = re.compile(r'\{\s*"(name|type|parameters|function)"')
@@ -266,8 +318,8 @@ class LlamaJson(ToolFormat):
     def split(self, text: str) -> tuple[list[str], list[str]]:
         body = text.strip()
         if body.startswith(self.markers[0]):
-            return [""], [body.removeprefix(self.markers[0]).strip()]
-        return ([""], [body]) if self._OBJECT.match(body) else ([text], [])
+            return ["", ""], [body.removeprefix(self.markers[0]).strip()]
+        return (["", ""], [body]) if self._OBJECT.match(body) else ([text], [])
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         return [json_call(value, "parameters", "arguments") for value in _json_values(body)]
@@ -344,7 +396,7 @@ def _call_of_texts(name: str, arguments: Iterable[tuple[str, str]], tools: Tools
     functions = (tool["function"] for tool in tools if tool["function"]["name"] == name)
     schema = next((function.get("parameters") or {} for function in functions), {})
     properties, definitions = schema.get("properties") or {}, schema.get("$defs") or {}
-    return ToolCall(name, {key: _typed(text, _types(properties.get(key), definitions)) for key, text in arguments})
+    return ToolCall(name, {key: _typed(text, types_of(properties.get(key), definitions)) for key, text in arguments})
 
 
 _KINDS: Mapping[type, frozenset[str]] = {
@@ -372,15 +424,15 @@ def _typed(text: str, types: frozenset[str]) -> Any:
     return value if types & _KINDS[type(value)] else text
 
 
-def _types(schema: Any, definitions: Mapping[str, Any]) -> frozenset[str]:
+def types_of(schema: Any, definitions: Mapping[str, Any]) -> frozenset[str]:
     """The types that a schema allows; those that refer to themselves are not followed further."""
     if not isinstance(schema, dict):
         return frozenset()
     if isinstance(reference := schema.get("$ref"), str):
         name = reference.rpartition("/")[2]
-        return _types(definitions.get(name), {key: value for key, value in definitions.items() if key != name})
+        return types_of(definitions.get(name), {key: value for key, value in definitions.items() if key != name})
     named = schema.get("type", [])
     types = {named} if isinstance(named, str) else {*named}
     for choices in ("anyOf", "oneOf", "allOf"):
-        types.update(*(_types(choice, definitions) for choice in schema.get(choices) or ()))
+        types.update(*(types_of(choice, definitions) for choice in schema.get(choices) or ()))
     return frozenset(types)

@@ -65,7 +65,7 @@ class ReplyParser:
         """The message of a reply; of one that goes on, the part that is certain, which more text only adds to.
 
         A possible beginning of a tag or of a call is not certain, nor is space that a call may follow. Calls come at
-        the end, since a malformed one makes text of all.
+        the end, since a malformed one is text.
         """
         reasoning, content = self._split_reasoning(text, is_over)
         if self.tool_format is None:

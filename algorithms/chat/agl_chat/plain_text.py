@@ -88,6 +88,8 @@ class PlainText(ToolFormat):
     name = "plain_text"
     no_signs = ("tool",)
     start = (f"{ACTION} ", "NAME {")
+    ends = ("", f"\n{ACTION} ", "")
+    marks = (ACTION, "")
     _LINE = re.compile(f"^{ACTION}(.*)$", re.MULTILINE)
 
     def find_call(self, text: str) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from agl_chat.formats import Message
 from agl_core.apis.dialect import json_object, unsupported, wrong
@@ -20,6 +20,11 @@ from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, gramm
 from agl_core.types.forms import parse_if_json
 
 MAX_CHOICES = 128
+MAX_FORM_CHARACTERS = 1 << 17
+"""JSON of the form that replies must have, with the schemas of tools. A compiled one takes up to 70 MB."""
+_Few = Field(max_length=1024)
+_TokenNumber = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+_StopString = Annotated[str, Field(max_length=256)]
 
 
 class FunctionTool(BaseModel):
@@ -56,15 +61,16 @@ class ChatRequest(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
-        None
-    )
-    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    logit_bias: Annotated[dict[_TokenNumber, Annotated[float, Field(ge=-100, le=100)]], _Few] | None = None
+    allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], _Few] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[
+        Annotated[list[_StopString], Field(max_length=32)] | None,
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+    ] = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = None
@@ -85,8 +91,12 @@ class ChatRequest(BaseModel):
 
     @property
     def grammar(self) -> str | None:
-        """The form that replies must have, if there is one."""
-        return grammar_of({**(self.model_extra or {}), "tools": self.tools, "tool_choice": self.tool_choice})
+        """The form that replies must have, if there is one. ApiError if it is too large."""
+        form = grammar_of({**(self.model_extra or {}), "tools": self.shown_tools, "tool_choice": self.tool_choice})
+        if form and len(form) > MAX_FORM_CHARACTERS:
+            problem = f"has {len(form)} characters; a form may have {MAX_FORM_CHARACTERS}. Ask for a simpler one"
+            raise wrong("response_format", problem, code="invalid_value")
+        return form
 
     @property
     def limit(self) -> int | None:
@@ -95,8 +105,7 @@ class ChatRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(stop for stop in stops if stop)
+        return tuple(filter(None, self.stop or ()))
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
@@ -181,6 +190,12 @@ def _normalise(message: Mapping[str, Any], field: str, names: dict[str, str]) ->
     role = message.get("role")
     if role not in _ROLES:
         raise wrong(f"{field}.role", f"is {role!r}; it must be one of {', '.join(_ROLES)}")
+    for key in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        if not isinstance(message.get(key), str | None):
+            raise wrong(f"{field}.{key}", "is no text")
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, Sequence):
+        raise wrong(f"{field}.tool_calls", "is no list")
     text, thinking = _texts(message.get("content"), f"{field}.content")
     normal: Message = {"role": "system" if role == "developer" else role, "content": text}
     if message.get("name") is not None:
@@ -189,10 +204,8 @@ def _normalise(message: Mapping[str, Any], field: str, names: dict[str, str]) ->
     reasoning = message.get("reasoning_content") or message.get("reasoning") or thinking
     if reasoning:
         normal["reasoning_content"] = reasoning
-    if message.get("tool_calls"):
-        normal["tool_calls"] = [
-            _tool_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])
-        ]
+    if calls:
+        normal["tool_calls"] = [_tool_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)]
         names.update((call["id"], call["function"]["name"]) for call in normal["tool_calls"] if "id" in call)
     if message.get("tool_call_id") is not None:
         normal["tool_call_id"] = message["tool_call_id"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -39,6 +39,13 @@ def make_model(architecture: str, *ends: str) -> ServedModel:
     return ServedModel(tokenizer, frozenset(tokenizer.convert_tokens_to_ids(list(ends))))
 
 
+def with_template(loaded: ServedModel, template: str) -> ServedModel:
+    other = replace(loaded, tokenizer=type(loaded.tokenizer)(tokenizer_object=loaded.tokenizer.backend_tokenizer))
+    other.tokenizer.chat_template = template
+    other.tokenizer.eos_token = loaded.tokenizer.eos_token
+    return other
+
+
 @pytest.fixture(scope="session")
 def qwen() -> ServedModel:
     return make_model("qwen2", "<|im_end|>", "<|endoftext|>")
@@ -52,7 +59,9 @@ def llama() -> ServedModel:
 def client_of(app: ASGIApp) -> httpx.AsyncClient:
     """A client with the key, which gets replies once they are whole."""
     headers = {"authorization": "Bearer key"}
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine", headers=headers)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://engine", headers=headers
+    )
 
 
 @asynccontextmanager

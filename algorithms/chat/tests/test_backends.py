@@ -270,6 +270,10 @@ async def test_the_likeliest_are_the_best_whether_sampled_or_not(path: str) -> N
         (JSONResponse({"error": {"message": "too long", "type": "BadRequestError"}}, 400), ApiError, "too long"),
         (JSONResponse({"error": {"message": "the engine is dead"}}, 500), EngineError, "the engine is dead"),
         (PlainTextResponse("Bad Gateway", 502), EngineError, "Bad Gateway"),
+        (PlainTextResponse("<html>Hello"), EngineError, "cannot be read.*<html>Hello"),
+        (JSONResponse(5), EngineError, "cannot be read"),
+        (JSONResponse({"choices": [{"token_ids": [9], "logprobs": None}]}), EngineError, "cannot be read"),
+        (JSONResponse({"choices": [{"token_ids": [], "logprobs": {"content": []}}]}), EngineError, "cannot be read"),
     ],
 )
 @pytest.mark.parametrize("path", BACKENDS)

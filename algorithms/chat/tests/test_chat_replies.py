@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import threading
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 
-from agl_chat.backends import Generated, Response, SampledToken
+from agl_chat import api
+from agl_chat.api import CHAT_COMPLETIONS, MODELS, Exchange, create_app
+from agl_chat.backends import Generated, Request, Response, SampledToken
 from agl_core.apis.errors import ApiError
 from agl_core.types import FinishReason
 
-from .conftest import CALCULATOR, ScriptedChat, ServedModel, parsed
+from .conftest import CALCULATOR, ScriptedChat, ServedModel, client_of, parsed, with_template
 
 USER = {"role": "user", "content": "What is 12 plus 30?"}
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
@@ -22,6 +27,11 @@ TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+class NoBackend:
+    async def generate(self, request: Request) -> Generated:
+        raise NotImplementedError("no model")
 
 
 @pytest.fixture
@@ -194,6 +204,15 @@ def test_messages_in_any_spelling_are_rendered_alike(chat: ScriptedChat) -> None
         ({"messages": [{"role": "robot", "content": ""}]}, "'robot'", "invalid_type"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text only", "unsupported_content"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "no function call", "invalid_type"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, r"tool_calls' is no list", "invalid_type"),
+        ({"messages": [{"role": "tool", "tool_call_id": ["x"]}]}, r"tool_call_id' is no text", "invalid_type"),
+        ({"messages": [USER] * 513}, "are 513, and this model", "context_length_exceeded"),
+        ({"stop": ["x"] * 33}, "'stop' will not do", "invalid_value"),
+        ({"stop": "x" * 257}, "'stop.0' will not do", "invalid_value"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "'logit_bias' will not do", "invalid_value"),
+        ({"guided_choice": ["x" * 99] * 1999}, "Ask for a simpler one", "invalid_value"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "sets chat_template,", "unsupported_parameter"),
+        ({"chat_template_kwargs": {"tokenize": 1, "x": 2}}, "sets tokenize,", "unsupported_parameter"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused(chat: ScriptedChat, fields: dict, message: str, code: str) -> None:
@@ -223,18 +242,61 @@ def test_the_context_error_has_the_numbers(qwen: ServedModel) -> None:
         ScriptedChat(replace(qwen, context_length=count)).ask([USER], "x")
 
 
+def test_a_text_that_is_much_too_long_is_not_tokenised_whole(
+    chat: ScriptedChat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, encode = [], chat.served.text.encode
+    monkeypatch.setattr(chat.served.text, "encode", lambda text: (encoded.append(len(text)), encode(text))[1])
+    with pytest.raises(ApiError, match="more than this model's 512 tokens") as caught:
+        chat.ask([{"role": "user", "content": "12 " * 10**6}], "x")
+    assert caught.value.code == "context_length_exceeded"
+    assert sum(encoded) < 10**5
+
+
+async def test_what_takes_long_keeps_nobody_waiting(qwen: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, begun, go_on = qwen.server(), threading.Event(), threading.Event()
+    begin = served.begin
+
+    def begin_late(*arguments: Any, **more: Any) -> Exchange:
+        begun.set()
+        go_on.wait()
+        return begin(*arguments, **more)
+
+    monkeypatch.setattr(served, "begin", begin_late)
+    async with client_of(create_app({"m": served}, NoBackend(), api_key="key")) as client:
+        body = {"model": "m", "messages": [{"role": "user", "content": "12 " * 30_000}]}
+        asking = asyncio.create_task(client.post(CHAT_COMPLETIONS, json=body))
+        await asyncio.to_thread(begun.wait, 10)
+        assert (await client.get(MODELS)).status_code == 200
+        assert not asking.done()
+        monkeypatch.setattr(api, "PROMPT_TIMEOUT", 0.01)
+        late = await client.post(CHAT_COMPLETIONS, json=body)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "timeout")
+        go_on.set()
+        assert (await asking).json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_every_error_has_the_shape_of_the_api(qwen: ServedModel) -> None:
+    divides = with_template(qwen, "{{ 1 / 0 }}").server()
+    app = create_app({"m": qwen.server(), "divides": divides}, NoBackend(), api_key="key")
+    async with client_of(app) as client:
+        for fields, status, words in (
+            ({"guided_json": "nested"}, 400, "nested too deeply"),
+            ({"model": "divides"}, 400, "chat template: division by zero"),
+            ({}, 500, "NotImplementedError: no model"),
+        ):
+            body = orjson.dumps({"model": "m", "messages": [USER], **fields})
+            body = body.replace(b'"nested"', b"[" * 990 + b"]" * 990)
+            reply = await client.post(CHAT_COMPLETIONS, content=body)
+            assert reply.status_code == status, reply.text
+            assert words in reply.json()["error"]["message"]
+
+
 def test_a_template_that_refuses_is_quoted(llama: ServedModel) -> None:
     calls = [{"type": "function", "function": {"name": "calculator", "arguments": "{}"}}] * 2
     with pytest.raises(ApiError, match="only supports single tool-calls at once") as caught:
         ScriptedChat(llama).ask([USER, {"role": "assistant", "tool_calls": calls}], "x")
     assert caught.value.code == "template_error"
-
-
-def with_template(loaded: ServedModel, template: str) -> ServedModel:
-    other = replace(loaded, tokenizer=type(loaded.tokenizer)(tokenizer_object=loaded.tokenizer.backend_tokenizer))
-    other.tokenizer.chat_template = template
-    other.tokenizer.eos_token = loaded.tokenizer.eos_token
-    return other
 
 
 def test_tools_of_a_template_without_them_are_plain_text(qwen: ServedModel) -> None:

@@ -18,9 +18,9 @@ from agl_chat.parsing import FORMATS, detect_format
 from agl_chat.plain_text import in_plain_text
 from agl_core.types import PrefixBreak, RecordedReply
 
-from .conftest import CALCULATOR, ScriptedChat, ServedModel
+from .conftest import CALCULATOR, ScriptedChat, ServedModel, parsed, with_template
 
-HERMES, LLAMA_JSON, PLAIN = FORMATS[0], *FORMATS[-2:]
+HERMES, XML, LLAMA_JSON, PLAIN = *FORMATS[:2], *FORMATS[-2:]
 names = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
 arguments = st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=20) | st.lists(st.text()))
 
@@ -70,7 +70,6 @@ def test_hermes_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]])
         (HERMES, '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "no JSON"),
         (HERMES, f"<tool_call>{'[' * 9999}</tool_call>", "no JSON"),
         (HERMES, '<tool_call>{"name": "f", "arguments": {}} and more</tool_call>', "unexpected text"),
-        (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{</tool_call>', "no JSON"),
         (LLAMA_JSON, '{"name": "f", "parameters": {', "no JSON"),
         (LLAMA_JSON, "<|python_tag|>f(x=1)", "no JSON"),
         (LLAMA_JSON, '{"name": "f"}', "'parameters'"),
@@ -80,7 +79,11 @@ def test_hermes_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]])
         (PLAIN, 'Action: {"x": 1}', "a tool's name"),
         (PLAIN, "Action: f {} and more", "unexpected text"),
         (PLAIN, "Action: f {}; {}", "more than one"),
-        (PLAIN, "Action: f {}\nAction: g", "no JSON"),
+        (
+            XML,
+            "<tool_call>\n<function=f>\n<parameter=x</parameter>\n</function>\n</tool_call>",
+            "among the arguments",
+        ),
     ],
 )
 def test_a_malformed_call_is_content_with_an_error(tool_format: ToolFormat, text: str, error: str) -> None:
@@ -88,6 +91,44 @@ def test_a_malformed_call_is_content_with_an_error(tool_format: ToolFormat, text
     assert (parsed.content, parsed.calls) == (text, ())
     assert parsed.error is not None
     assert error in parsed.error
+
+
+GOOD = {
+    HERMES: '<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>',
+    PLAIN: 'Action: f {"x": "1"}',
+    XML: "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "count"),
+    [
+        (HERMES, "GOOD<tool_call>{</tool_call>", 1),
+        (HERMES, '<tool_call>{"na\nGOOD', 1),
+        (PLAIN, "GOOD\nAction: g", 1),
+        (XML, "GOOD\n<tool_call>\n<function=g>\n<parameter=x>\n1", 1),
+        (XML, "GOOD\n<tool_call>\n<function=g>\n</tool_call>\nGOOD", 2),
+        (XML, "<tool_call>\n<function=g>\n<parameter=x>\n1\n</tool_call>\nGOOD", 1),
+    ],
+)
+def test_good_calls_beside_a_malformed_one_are_kept(tool_format: ToolFormat, text: str, count: int) -> None:
+    parsed = tool_format.parse(text.replace("GOOD", GOOD[tool_format]))
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("f", {"x": "1"})] * count
+    assert parsed.content == text.replace("GOOD", "").strip()
+    assert parsed.error
+    echo = "\n".join([parsed.content, *[GOOD[tool_format]] * count])
+    assert replace(tool_format.parse(echo), error=parsed.error) == parsed
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["a </parameter> b", "</parameter>\n</function>", "x = '<function=g>'", "<tool_call>", "</tool_call>", "\n\n", ""],
+)
+def test_an_xml_argument_may_have_marks_in_it(value: str) -> None:
+    written = GOOD[XML].replace("\n1\n", f"\n{value}\n")
+    for text in (written, written.replace("=x>", "=x"), f"{GOOD[XML]}\n{written}"):
+        parsed = XML.parse(text)
+        assert (parsed.calls[-1].arguments, parsed.error) == ({"x": value}, None)
 
 
 def test_plain_text_is_plain_text() -> None:
@@ -320,6 +361,60 @@ def test_a_template_that_rewrites_history_breaks(qwen: ServedModel) -> None:
     for reply, cause in (("the answer", PrefixBreak.TEMPLATE), (chat.encode("the ans"), PrefixBreak.CUT)):
         first = chat.ask([USER], reply)
         assert broken(chat, [USER, echo(first), HELLO]) == cause
+
+
+def test_a_request_with_other_tools_or_variables_breaks_by_itself(chat: ScriptedChat) -> None:
+    """A tool loop, then an answer without tools, then a turn with tools again."""
+    first = chat.ask([USER], SPACED, tools=[CALCULATOR])
+    messages = [USER, echo(first), result(echo(first))]
+    answer = chat.ask(messages, "42", response_format={"type": "json_object"})
+    assert answer["agl"]["prefix_broken"] == PrefixBreak.REQUEST
+    messages += [echo(answer), HELLO]
+    assert broken(chat, messages, tools=[CALCULATOR]) == PrefixBreak.REQUEST
+    assert not broken(chat, messages)
+    assert not broken(chat, messages[:3], tools=[CALCULATOR], response_format={"type": "json_object"})
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+BEGIN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+FIRST = "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+RAISES = "{{ raise_exception('no') if "
+SYSTEM_TEMPLATES = {
+    "any": f"{{% for m in messages %}}{TURN}{{% endfor %}}{BEGIN}",
+    "raises, as Qwen3.5": (
+        f"{{% for m in messages %}}{RAISES}m.role == 'system' and not loop.first }}}}{TURN}{{% endfor %}}{BEGIN}"
+    ),
+    "drops, as gpt-oss": CHATML,
+    "alternates, as Gemma 3": (
+        f"{FIRST}{{{{ messages[0].content if rest != messages }}}}{{% for m in rest %}}{RAISES}(m.role == 'user') != "
+        f"(loop.index0 % 2 == 0) }}}}{TURN}{{% endfor %}}{BEGIN}"
+    ),
+    "knows none": f"{{% for m in messages if m.role != 'system' %}}{TURN}{{% endfor %}}{BEGIN}",
+}
+
+
+@pytest.mark.parametrize("name", SYSTEM_TEMPLATES)
+def test_no_text_of_a_system_message_is_lost(qwen: ServedModel, name: str) -> None:
+    chat = ScriptedChat(with_template(qwen, SYSTEM_TEMPLATES[name]))
+    kept = {"any": 2, "knows none": 0}.get(name, 1)
+    assert chat.served.text.kept_systems == kept
+    one, two, three, four, five = ({"role": "system", "content": f"<rule {number}>"} for number in range(5))
+    for messages in ([one, two, USER], [one, USER, two], [USER, one], [one]):
+        ids = chat.ask(messages, "x", session=None)["prompt_token_ids"]
+        shown = chat.model.tokenizer.decode(ids)
+        places = [shown.find(message["content"]) for message in messages]
+        assert sorted(places) == places
+        assert places[0] >= 0
+        exchange = chat.served.begin(parsed({"model": "m", "messages": messages}), None)
+        folded = [f"messages.{at}.role" for at, m in enumerate(messages) if m["role"] == "system" and at >= kept]
+        assert exchange.ignored == (() if kept == 2 else tuple(folded))
+    first = chat.ask([one, USER, two], letters(chat, "so be it") + chat.encode("<|im_end|>"))
+    messages = [one, USER, two, echo(first), three, four, HELLO]
+    second = chat.ask(messages, "x")
+    third = chat.ask([*messages, echo(second), five], "x")
+    for before, after in ((first, second), (second, third)):
+        recorded = [*before["prompt_token_ids"], *before["choices"][0]["token_ids"]]
+        assert after["prompt_token_ids"][: len(recorded)] == recorded
 
 
 def test_sessions_are_apart(chat: ScriptedChat) -> None:

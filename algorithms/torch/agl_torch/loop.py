@@ -57,7 +57,7 @@ class EngineLoop:
         """
         sampler = self._samplers[request.model]
         if request.grammar is not None:  # Compiling may take long, and is none of the tensor thread's work.
-            await asyncio.to_thread(sampler.grammars.check, request.grammar)
+            await asyncio.to_thread(sampler.grammars.start, request.grammar, request.prompt_ids)
         generated: Generated = await asyncio.wrap_future(self._post((sampler, request)))
         return generated
 

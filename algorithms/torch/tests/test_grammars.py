@@ -19,6 +19,7 @@ from tiny_tokenizers import make_tokenizer
 from torch import Tensor
 
 from agl_chat.backends import Generated, Request
+from agl_chat.conversation import ChatText
 from agl_core.learning.transitions import grammar_of
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch, FinishReason
@@ -43,7 +44,6 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
 CHOICES = ["yes", "no, never", "日本\n\"é'\\"]
 PATTERN = r"(ab|a[0-9]{2})+/\w{1,3} é"
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
 def is_json(text: str) -> bool:
@@ -116,17 +116,72 @@ def test_log_probabilities_are_among_the_tokens_that_a_partial_match_allows(qwen
             before += pieces[token]
 
 
-def test_a_reply_of_a_form_may_be_a_tool_call_and_a_call_that_has_to_be_is_free(qwen: Loaded) -> None:
+ADD = {"type": "object", "properties": {"x": {"type": "integer"}, "why": {"type": "string"}}, "required": ["x"]}
+ODD = {"type": "object", "properties": {"x": {"type": "string", "format": "odd"}}, "not": {}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, **more}}
+    for name, more in {"add": {"parameters": ADD}, "now": {}, "odd": {"parameters": ODD}}.items()
+]
+
+
+def call_texts(template: str) -> dict[str, bool]:
+    """Replies in the format of a template, and whether they are calls of the tools above."""
+    if template == "xml":
+        begin, end, written = "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", XML_ARGUMENTS
+    elif template == "json":
+        begin, end, written = '{"name": "NAME", "parameters": ', "}", JSON_ARGUMENTS
+    else:
+        begin, end, written = '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", JSON_ARGUMENTS
+    calls = {
+        f"{begin.replace('NAME', name)}{text}{end}": is_valid
+        for name, arguments in written.items()
+        for text, is_valid in arguments.items()
+    }
+    first, *_, last = (text for text, is_valid in calls.items() if is_valid)
+    between = "; " if template == "json" else "\n"
+    return {**calls, f"{first}{between}{last}": True, first[: len(first) // 2]: False}
+
+
+JSON_ARGUMENTS = {
+    "add": {'{"x": 1}': True, '{"x": 1, "why": "a < b"}': True, '{"x": "one"}': False, "{}": False},
+    "now": {"{}": True},
+    "odd": {'{"x": "y"}': True},
+    "none": {"{}": False},
+}
+XML_ARGUMENTS = {
+    "add": {
+        "<parameter=x>\n1\n</parameter>\n": True,
+        "<parameter=x>\n1\n</parameter>\n<parameter=why>\na </b>\n</parameter>\n": True,
+        "<parameter=x>\none\n</parameter>\n": False,
+        "": False,
+    },
+    "now": {"": True, "<parameter=any>\n1\n</parameter>\n": True},
+    "none": {"": False},
+}
+
+
+@pytest.mark.parametrize("template", ["hermes", "xml", "json"])
+def test_calls_instead_of_a_form_are_held_to_the_tools(qwen: Loaded, template: str) -> None:
     forced = {"response_format": FORMAT, "tools": TOOLS, "tool_choice": "required"}
     assert grammar_of(forced) is None
     grammar = grammar_of({"response_format": FORMAT, "tools": TOOLS})
     assert grammar is not None
-    encode = qwen.tokenizer.encode
-    call = encode('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')
-    prompt = random_ids(qwen, 20, 0)
-    for ids, accepted in ((call, True), (encode('{"answer":1'), True), (encode("I think"), False), (call[2:], False)):
-        masks = qwen.grammars.masks(grammar, prompt, np.array(ids, np.int32))
-        assert (not (masks[0] == 255).all()) == accepted, qwen.tokenizer.decode(ids)
+    tokenizer = make_tokenizer(
+        "qwen2", {"xml": "<tool_call><function=", "json": '"parameters" ipython'}.get(template, "own")
+    )
+    grammars, encode = replace(qwen, tokenizer=tokenizer).grammars, tokenizer.encode
+    content = '{"answer": 1, "kind": null, "digits": []}'
+    for text, is_valid in {**call_texts(template), content: True, "I think": False, "</tool_call>": False}.items():
+        ids = np.array([*encode(text), tokenizer.eos_token_id], np.int32)
+        masks = grammars.masks(grammar, random_ids(qwen, 20, 0), ids)
+        assert (not (masks == 255).all()) == is_valid, text
+    replies = (
+        texts(qwen, sample(qwen, {"response_format": FORMAT, "tools": TOOLS}, n=12)) if template == "hermes" else []
+    )
+    for text in replies:
+        parsed = ChatText(qwen.tokenizer, qwen.eos_ids).parser("", TOOLS).parse(text)
+        assert not parsed.error
+        assert parsed.calls or is_json(text)
 
 
 @pytest.mark.parametrize("opened", [False, True])

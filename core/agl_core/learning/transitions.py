@@ -193,11 +193,11 @@ def grammar_of(request: Mapping[str, Json]) -> str | None:
     """The form that replies to a request must have, as JSON; None if any will do.
 
     It is vLLM's `structured_outputs`: one of json_object, json, regex, choice, grammar; with "or_call", a reply may be
-    a tool call instead. A reply that has to be a tool call has no other form. Whether a model server can enforce it is
-    not checked.
+    calls of these tools instead, with arguments of these schemas. A reply that has to be a tool call has no other form.
+    Whether a model server can enforce it is not checked.
 
-    >>> grammar_of({"response_format": {"type": "json_object"}, "tools": [{"type": "function"}]})
-    '{"json_object": true, "or_call": true}'
+    >>> grammar_of({"response_format": {"type": "json_object"}, "tools": [{"function": {"name": "add"}}]})
+    '{"json_object": true, "or_call": {"add": {}}}'
     """
     if request.get("tool_choice") not in (None, "auto", "none"):
         return None
@@ -215,8 +215,11 @@ def grammar_of(request: Mapping[str, Json]) -> str | None:
         form[str(kind)] = True
     if not form:
         return None
-    or_call = {"or_call": True} if request.get("tools") and request.get("tool_choice") != "none" else {}
-    return json.dumps(form | or_call, ensure_ascii=False)
+    tools = request.get("tools") if request.get("tool_choice") != "none" else None
+    functions = [tool["function"] for tool in tools or () if isinstance(tool.get("function"), Mapping)]
+    if functions:
+        form["or_call"] = {str(function.get("name")): function.get("parameters") or {} for function in functions}
+    return json.dumps(form, ensure_ascii=False)
 
 
 def save_episodes(path: str | os.PathLike[str], episodes: Iterable[Episode]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -66,7 +65,7 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"b
         ({"response_format": JSON_SCHEMA}, '{"json": {"b": 1, "a": 2}}'),
         ({"response_format": {"type": "json_schema"}, "tool_choice": "auto"}, '{"json_object": true}'),
         ({"structured_outputs": {"choice": ["é"]}, "tools": [], "tool_choice": "none"}, '{"choice": ["é"]}'),
-        ({"guided_json": "{}", "tools": [{}]}, '{"json": "{}", "or_call": true}'),
+        ({"guided_json": "{}", "tools": [{"function": {"name": "f"}}]}, '{"json": "{}", "or_call": {"f": {}}}'),
         ({"response_format": {"type": "json_object"}, "tools": [{}], "tool_choice": "required"}, None),
         ({"response_format": "json", "structured_outputs": 3}, None),
     ],
@@ -198,15 +197,15 @@ def test_a_groups_weight_is_that_of_its_transitions_in_every_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truncated", "trained", "dropped"),
+    ("truncated", "weights", "dropped"),
     [
-        ("keep", {"a": 2, "b": 1, "c": 2}, {}),
-        ("mask", {"a": 1, "b": 1, "c": 2}, {}),
-        ("drop", {"b": 1, "c": 2}, {DropReason.TRUNCATED: 1}),
+        ("keep", {"a": [1.0, 1.0], "b": [1.0], "c": [1.0, 1.0]}, {}),
+        ("mask", {"a": [1.0, 0.0], "b": [1.0], "c": [1.0, 1.0]}, {}),
+        ("drop", {"b": [1.0], "c": [1.0, 1.0]}, {DropReason.TRUNCATED: 1}),
     ],
 )
 def test_what_the_token_limit_cut_off_is_kept_masked_or_dropped(
-    truncated: Literal["keep", "mask", "drop"], trained: dict[str, int], dropped: dict[DropReason, int]
+    truncated: Literal["keep", "mask", "drop"], weights: dict[str, list[float]], dropped: dict[DropReason, int]
 ) -> None:
     """The limit cut a trained agent's call of `a` off; that of `c` is another agent's."""
     cut = make.choice(finish_reason=FinishReason.LENGTH)
@@ -222,10 +221,14 @@ def test_what_the_token_limit_cut_off_is_kept_masked_or_dropped(
 
     step = make_batches([built], BatchPlan(IDENTICAL, ["solver"], truncated=truncated))
 
-    assert Counter(key.rollout for key in step.batches["default"].keys) == trained
+    batch = step.batches["default"]
+    assert {
+        name: [float(w) for key, w in zip(batch.keys, batch.weight_N, strict=True) if key.rollout == name]
+        for name in weights
+    } == weights
+    assert len(batch) == sum(map(len, weights.values()))
     assert step.episodes_dropped == dropped
-    cut_off = {record.rollout for record in step.dropped if record.dropped is DropReason.TRUNCATED}
-    assert cut_off == (set() if truncated == "keep" else {"a"})
+    assert {key.rollout for key in step.masked} == ({"a"} if truncated == "mask" else set())
 
 
 def conversation(name: str, terminal: float) -> Episode:
