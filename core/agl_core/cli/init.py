@@ -46,7 +46,7 @@ _CONFIG = """\
 
 config_version = 1
 name = {name}
-plugins = ["{reward}"]          # your own reward rules
+plugins = ["{reward}"]           # your own reward rules
 
 [agent]
 entry = {entry}

@@ -69,9 +69,9 @@ def train(
 ) -> None:
     """Train the agent that CONFIG names, and print the reward before and after.
 
-    A new run begins with one rollout of the agent, which is shown; if the agent fails, training does not begin. At the
-    end it says what the run came to: learned, not yet, or cannot, and why. If no rollout finished, the exit
-    status is 1.
+    A new run begins with one rollout of the agent, which is shown; if that fails, and others in the same way, training
+    does not begin. At the end it says what the run came to: learned, not yet, or cannot, and why. If no rollout
+    finished, the exit status is 1.
 
     Everything runs on this machine: the engine in a process of its own, server and workers in this one. The address
     that is printed at the start shows the run in a browser. Ctrl-C stops the run and saves a checkpoint (exit status
