@@ -33,6 +33,8 @@ RETRY_WAITS = (1.0, 4.0)
 """Seconds before a request is sent again that a busy or failing endpoint did not answer."""
 _AT_ONCE = 8
 """Requests under way at a time; hosted models allow more, a small local one is busy with these."""
+_MAX_ANSWERS = 10_000
+"""Answers kept in memory; the oldest goes first."""
 _REPLY_SECONDS = 300.0
 """Beyond what a model needs that reasons first; the rule's `time_limit` is shorter where one is set."""
 _NOT_ONLY_TEXT = re.compile(r"<|\[(?=/?[A-Z])|[\x85\u2028\u2029\ud800-\udfff]")
@@ -183,7 +185,9 @@ class JudgeModel:
 
     def _forget_failed(self, key: str, answer: asyncio.Task[list[float]]) -> None:
         if answer.cancelled() or answer.exception() is not None:
-            del self._answers[key]
+            self._answers.pop(key, None)
+        if len(self._answers) > _MAX_ANSWERS:
+            del self._answers[next(iter(self._answers))]
 
     async def _answer(self, key: str, count: int, ask: AskWithLabels) -> list[float]:
         """The answer that `cache` has; else that of the model. A damaged file is replaced."""

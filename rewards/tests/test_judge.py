@@ -200,6 +200,16 @@ async def test_siblings_that_answer_alike_share_one_request(make: Any, endpoint:
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
+async def test_only_the_latest_scores_are_kept_in_memory(
+    make: Any, endpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_rewards.judge._MAX_ANSWERS", 2)
+    rule = endpoint.judge(make)
+    for answer in "abcca":
+        assert await rule(make.episode(result=answer)) == 0.7
+    assert len(endpoint.requests) == 4, "c was kept, and a was not"
+
+
 async def test_a_request_that_fails_fails_for_all_who_wait_and_is_then_forgotten(make: Any, endpoint: Any) -> None:
     endpoint.status, endpoint.delay = 500, 0.05
     rule = endpoint.judge(make)

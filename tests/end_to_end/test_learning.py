@@ -18,29 +18,19 @@ import psutil
 import pytest
 from anyio.from_thread import start_blocking_portal
 
+from agl_core.config.load import load
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Mode, RolloutState
+from agl_online.config import learn_section
 
 from .conftest import CALC, Agl, Command
 
 USERS, MOST_CALLS = 16, 4
-SETTINGS = """
-[rewards.users]
-rule = "feedback"
-modes = ["use"]
-
-[online.applications]
-calc = 1
-
-[learn]
-sessions_per_step = 32
-offline_share = 0.2
-propose_every = 4
-
-[learn.canary]
-share = 0.5
-tolerance = 0.3
-"""
+PAGE = (Path(__file__).parents[2] / "docs" / "deploy-and-learn.md").read_text()
+TABLES = "\n".join(table for table in re.findall(r"^```toml\n(.*?)^```$", PAGE, re.M | re.S) if "[learn" in table)
+"""What the page appends to the example's configuration."""
+LEARN = re.findall(r"--set (\S+)", PAGE)
+"""What its command sets."""
 
 
 def configuration(folder: Path) -> Path:
@@ -49,15 +39,16 @@ def configuration(folder: Path) -> Path:
     text = text.replace('plugins = ["tasks.py"]', f'plugins = ["{CALC.parent / "tasks.py"}"]')
     text = re.sub(r"\[tasks.eval_templates\].*?\n\n", "", text, flags=re.S)
     file = folder / "online.toml"
-    file.write_text(text + SETTINGS)
+    file.write_text(f"{text}\n{TABLES}")
     return file
 
 
-LEARN = [
-    "train.steps=400", "train.group_size=4", "train.checkpoint_every=2", "eval.every=0", "eval.tasks=30",
-    "algorithm.name=reinforce++", "algorithm.reinforce++.importance_cap=2",
-    "policies.default.optimizer.schedule=constant",
-]  # fmt: skip
+def test_the_page_makes_a_learner_of_the_example(tmp_path: Path) -> None:
+    loaded = load(configuration(tmp_path), LEARN)
+    learn = learn_section(loaded)
+    assert (learn.sessions_per_step, learn.propose_every, learn.canary.share) == (32, 4, 0.5)
+    assert f"/{loaded.config.train.steps}  reward 0.281  {learn.sessions_per_step} sessions" in PAGE
+    assert f"It answers {learn.canary.share:.0%} of the sessions" in PAGE
 
 
 class Deployed:
@@ -84,7 +75,7 @@ class Deployed:
         return command
 
     def key(self, *options: str) -> str:
-        return self.agl.run("sessions", "key", self.run, "calc", *options).strip()
+        return self.agl.run("sessions", "key", self.run, "support", *options).strip()
 
     @property
     def decisions(self) -> list[dict[str, Any]]:

@@ -182,8 +182,10 @@ async def test_the_metrics_of_a_step_stay_finite(data: Data, tmp_path: Path, val
     data.rewards[0] = replace(data.rewards[0], value=value)
     data.rewards[1] = replace(data.rewards[1], value=value)
 
-    metrics = episode_metrics([e for group in await judged(data, tmp_path) for e in group])
+    episodes = [e for group in await judged(data, tmp_path) for e in group]
+    metrics = episode_metrics(episodes)
 
     assert all(math.isfinite(value) for value in metrics.values())
-    # r0 and r1 count as 0; of the others 0.25, 0.5, 1, 0.25 and 0.125 each, over six.
-    assert metrics["reward/mean"] == pytest.approx((2.0 + 4 * 0.125) / 6)
+    # r0 and r1 count as 0; of the others 0.25, 0.5, 1, 0.25 and 0.125 each, over six, and what tools earned.
+    assert math.fsum(t.reward for e in episodes[2:] for t in e.transitions) == 3 * 0.25 - 0.25
+    assert metrics["reward/mean"] == pytest.approx((2.0 + 4 * 0.125 + 0.5) / 6)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from chromium import CHROMIUM, MISSING, opened
 
 from agl_core import kinds
 from agl_core.capture import StatusRule, message_status
@@ -232,6 +233,16 @@ def test_every_page_of_the_navigation_is_built_and_loads_nothing_from_elsewhere(
         assert [address for address in addresses if re.match(r"(https?:)?//", address)] == [], page
     for style in site.rglob("*.css"):
         assert re.findall(r"url\(['\"]?(?:https?:)?//[^)]*|@import[^;]*//", style.read_text()) == [], style
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+def test_the_search_works_where_the_site_is_read_from_the_disk(site: Path, tmp_path: Path) -> None:
+    with opened(tmp_path) as page:
+        page.look()
+        page.open((site / "health.html").as_uri())
+        page.run("document.querySelector('input[name=query]').focus()")
+        page.send("Input.insertText", text="rollout")
+        page.until("document.querySelector('.md-search-result__link')")
 
 
 def test_links_lead_from_the_site_to_readmes_and_their_files(site: Path) -> None:

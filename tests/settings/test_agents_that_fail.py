@@ -39,7 +39,7 @@ def test_one_that_always_raises(bench: Bench) -> None:
         "def look_up(city):\n    return {}[city]\n\nasync def solve(task):\n    return look_up('Ghent')\n",
     )
     assert isinstance(error, TrainingError)
-    assert "steps 1 to 2: all rollouts ended as crashed" in str(error)
+    assert "steps 1 to 2: 8 crashed" in str(error)
     [evaluated] = [line for line in lines if "step 0, evaluation" in line]
     assert "2 of 2 rollouts ended as crashed" in evaluated
     assert "KeyError: 'Ghent'" in evaluated

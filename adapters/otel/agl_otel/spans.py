@@ -361,8 +361,8 @@ class SpanTree:
         """Who made the calls of these spans, by the id of the reply."""
         callers = {}
         for seen in self._seen_together(spans, ModelCall, outermost_call):
-            ids = {span.did.response_id: span for span in seen if isinstance(span.did, ModelCall)}
-            ids.pop(None, None)
+            calls = [(span.did.response_id, span) for span in seen if isinstance(span.did, ModelCall)]
+            ids = {response_id: span for response_id, span in calls if response_id is not None}
             for response_id, span in ids.items():  # Google ADK can leave a call's span open around the next call's.
                 callers[response_id] = identity_of(self.lineage(span if len(ids) > 1 else seen[-1]))
         return callers

@@ -32,7 +32,7 @@ from agl_chat.formats import Message, Parsed, ToolFormat
 from agl_chat.parsing import ReplyParser, ResponseText
 from agl_chat.requests import ChatRequest, normalise, parse_request
 from agl_core.apis.dialect import unsupported, wrong
-from agl_core.apis.errors import ApiError, openai_error, openai_problem, rendered
+from agl_core.apis.errors import ENGINE_FAILED, ApiError, openai_error, openai_problem, rendered
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_MOVED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
 from agl_core.server.listening import unless_gone
@@ -117,7 +117,7 @@ def _api_error(error: Exception) -> ApiError:
     return error if isinstance(error, ApiError) else _engine_error(words)
 
 
-def _engine_error(message: str, code: str = "engine_error") -> ApiError:
+def _engine_error(message: str, code: str = ENGINE_FAILED) -> ApiError:
     return ApiError(500, message, type="server_error", code=code)
 
 

@@ -148,3 +148,16 @@ def test_a_failure_has_a_status_before_the_first_token_and_ends_the_stream_later
     error = json.loads(body.removesuffix("\n\n").split("\n\n")[-1].removeprefix("data: "))["error"]
     assert (error["message"], error["code"]) == ("Sampling failed.", "engine_error")
     assert "[DONE]" not in body
+
+
+async def test_who_hangs_up_before_the_request_is_whole_raises_nothing() -> None:
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+    scope["headers"] = [(b"authorization", b"Bearer key")]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    await create_app({}, Scripted([]), api_key="key")(scope, receive, send)

@@ -83,6 +83,7 @@ UNTRAINABLE: dict[str, dict[str, Any]] = {
     "no ids": {"prompt_ids": None, "response_ids": None},
     "empty": {"response_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32)},
     "too long": {"prompt_ids": np.zeros(99, np.int32)},
+    "cut off": {"finish_reason": FinishReason.LENGTH},
 }
 
 
@@ -104,7 +105,7 @@ def test_a_rollout_that_cannot_be_trained_on_is_compared_all_the_same(
         for member, (value, fate) in enumerate(members)
     ]
     credit = PolicyCredit("rule", partial(rule, **options), CreditKind.RETURN)
-    batches = make_batches([group], BatchPlan({"default": credit})).batches
+    batches = make_batches([group], BatchPlan({"default": credit}, truncated="mask")).batches
     assert bool(batches) == any(fate in ("trained", "too long") for _, fate in members)
     for batch in batches.values():
         result = prepared_of(batch, Grpo(GrpoOptions(beta=0.1))).result(1, {})
@@ -116,8 +117,7 @@ def test_a_rollout_that_cannot_be_trained_on_is_compared_all_the_same(
             assert advantage == pytest.approx(advantages[member] if reason is None else 0.0, abs=1e-5)
 
 
-def test_a_masked_transition_is_compared_and_gives_its_share_to_no_other() -> None:
-    """TRL's mask_truncated_completions with its loss "grpo"."""
+def test_a_transition_of_weight_0_is_compared_and_gives_its_share_to_no_other() -> None:
     values = [0.0, 1.0, 3.0, 5.0]
     whole, masked = (
         prepared_of(replace(rows_of(values), weight_N=np.array(weights))).result(1, {})

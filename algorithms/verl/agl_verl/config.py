@@ -6,6 +6,7 @@ Imports Hydra, but neither veRL nor torch: veRL's configuration is files, so it 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,6 +77,15 @@ ENGINE = "model_engine"
 ACTOR, REFERENCE, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "model", "rollout"))
 CRITIC = "critic"
 
+UNREAD = {
+    ACTOR: "profiler rollout_n loss_ data_loader_seed checkpoint.async_save checkpoint.strict calculate_ kl_loss_type "
+    "tau_ use_prefix_ freeze_vision_ qat",
+    REFERENCE: "profiler rollout_n",
+    CRITIC: "profiler rollout_n loss_ data_loader_seed checkpoint.async_save checkpoint.strict shuffle forward_",
+    ROLLOUT: "profiler do_sample ignore_eos multi_stage_ over_sample_ prompt_length router_ skip_tokenizer_ trace",
+}
+"""Beginnings of keys that only veRL's own loop, losses or clients read, which do not run here."""
+
 DECIDED = {
     "[tasks] and [train]": ("data",),
     "[rewards]": ("reward", "custom_reward_function"),
@@ -87,7 +97,7 @@ DECIDED = {
     ),
     "[algorithm] epochs": (f"{ACTOR}.ppo_epochs",),
     "[algorithm] minibatches": (f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.shuffle", "critic.ppo_mini_batch_size"),
-    "[algorithm]": ("algorithm", f"{ACTOR}.policy_loss.loss_mode"),
+    "[algorithm]": ("algorithm", f"{ACTOR}.policy_loss"),
     "[algorithm] clip and clip_high": (f"{ACTOR}.clip_ratio",),
     "[algorithm] aggregation": (f"{ACTOR}.loss_agg_mode",),
     "[algorithm] beta": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
@@ -102,7 +112,9 @@ DECIDED = {
     "[policies.NAME.optimizer] learning_rate": (f"{ACTOR}.optim.lr",),
     "[algorithm.ppo] critic_learning_rate": ("critic.optim.lr",),
     "[algorithm] name": ("critic.enable",),
-    "[policies.NAME.model.lora]": (f"{MODEL}.lora", f"{MODEL}.target_modules"),
+    "[policies.NAME.model.lora]": tuple(
+        f"{model}.{key}" for model in (MODEL, f"{CRITIC}.model") for key in ("lora", "target_modules")
+    ),
     "[sampling]": (f"{ROLLOUT}.temperature", f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"),
     "[agent]": (f"{ROLLOUT}.agent", f"{ROLLOUT}.multi_turn"),
     "nothing: agl's gateway needs vLLM's servers": (f"{ROLLOUT}.name",),
@@ -116,6 +128,10 @@ DECIDED = {
     "nothing: agl's own trainer drives veRL ([async] max_staleness is the bound on staleness)": ("trainer.v1",),
     "nothing: transitions go through it": ("transfer_queue.enable",),
     "nothing: agl has no teacher": ("distillation",),
+    "nothing: no part of veRL that agl runs reads it": (
+        *("trainer", "global_profiler", "reward_model", "sandbox_fusion", "skip", "actor_rollout_ref.nccl_timeout"),
+        *(f"{part}.{key}" for part, keys in UNREAD.items() for key in keys.split()),
+    ),
 }
 """Where agl decides the keys of veRL that begin like this; the first that fits counts."""
 
@@ -235,12 +251,16 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, c
         "trainer.logger": ["console"],
         "trainer.resume_mode": "disable",
     }
-    attention = "sdpa" if cpu and options.attention == "auto" else options.attention
+    attention, config = "sdpa" if cpu and options.attention == "auto" else options.attention, _model_config(spec)
+    if attention == "sdpa" and config.get("attn_logit_softcapping"):
+        attention = "eager"  # torch's own attention caps no scores, and says nothing.
+    noise = [name for name, value in config.items() if re.search("drop|jitter", name) and isinstance(value, float)]
     for model in (MODEL, "critic.model"):
         settings[f"{model}.path"] = spec.model
         settings[f"{model}.trust_remote_code"] = spec.trust_remote_code
         settings[f"{model}.use_remove_padding"] = packs(options, cpu=cpu)
         settings[f"{model}.enable_gradient_checkpointing"] = options.gradient_checkpointing
+        settings |= {f"++{model}.override_config.{name}": 0.0 for name in noise if config[name]}
         if attention != "auto":
             settings[f"++{model}.override_config.attn_implementation"] = attention
     if model_engine(options) == "dp":
@@ -269,6 +289,8 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, c
     if cpu:
         settings |= {
             f"{ROLLOUT}.enforce_eager": True,
+            # vLLM 0.31's core dies of a prompt in parts if the request has a seed, as all here have.
+            f"{ROLLOUT}.enable_chunked_prefill": False,
             f"{ROLLOUT}.free_cache_engine": False,
             f"++{ROLLOUT}.enable_sleep_mode": False,
             f"++{ROLLOUT}.engine_kwargs.vllm.compilation_config.cudagraph_mode": "NONE",
@@ -277,16 +299,21 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, c
     return settings
 
 
-def _can_fuse(spec: PolicySpec) -> bool:
-    """True if veRL's fused kernels are exact for the model: it is of `FUSED`, and its output layer has no adapter."""
-    from transformers import PretrainedConfig
+def _model_config(spec: PolicySpec) -> Mapping[str, Any]:
+    """The model's own configuration; empty if it cannot be read, which the start says."""
+    from transformers import AutoConfig
 
     try:
-        config, _ = PretrainedConfig.get_config_dict(spec.model)
-    except OSError:
-        return False
+        config: Any = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError):
+        return {}
+    return dict(config.to_dict())
+
+
+def _can_fuse(spec: PolicySpec) -> bool:
+    """True if veRL's fused kernels are exact for the model: it is of `FUSED`, and its output layer has no adapter."""
     has_own_layer = not spec.trust_remote_code and "lm_head" not in (spec.lora or {}).get("targets", ())
-    return has_own_layer and config.get("model_type") in FUSED
+    return has_own_layer and _model_config(spec).get("model_type") in FUSED
 
 
 def _fsdp(options: VerlOptions, context: EngineContext, spec: PolicySpec, dtype: str, cpu: bool) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class Driver:
             if spec.lora is not None:
                 config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
                 with device("meta"):
-                    model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
+                    model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)  # type: ignore[no-untyped-call]
                 check_targets(model, LoraSection.model_validate(dict(spec.lora)).targets)
 
     @contextmanager

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Mapping
 from typing import Any
@@ -26,8 +28,12 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import VllmBackend, failure, read_events
 from agl_chat.conversation import load_text
+from agl_core.errors import EngineError
 from agl_verl.environment import KEY_VARIABLE
 from agl_verl.gate import FrontApp, Gate, GatedBackend
+
+SECONDS_BETWEEN_LOOKS = 1.0
+"""At vLLM's core, which notices its own end."""
 
 
 class LocalBackend(VllmBackend):
@@ -39,11 +45,14 @@ class LocalBackend(VllmBackend):
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """See `HttpBackend`."""
         from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+        from vllm.exceptions import VLLMServerError
 
         try:
             answer = await self._serving.serve_tokens(GenerateRequest.model_validate(body))
         except ValueError as error:  # As vLLM itself takes it.
             raise failure(400, str(error).encode()) from error
+        except VLLMServerError as error:
+            raise EngineError(f"vLLM cannot answer: {error}") from error
         if (task := asyncio.current_task()) and task.cancelling():
             raise asyncio.CancelledError  # Which vLLM takes for an answer.
         if not hasattr(answer, "model_dump"):
@@ -110,6 +119,13 @@ class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
         args.max_loras = args.max_cpu_loras or 1  # veRL's is 1.
         args.middleware = [*(args.middleware or ()), f"{__name__}.{ChatServer.__name__}"]
         await super().run_server(args)
+        threading.Thread(target=self._follow_the_core, name="agl-core", daemon=True).start()
+
+    def _follow_the_core(self) -> None:
+        """End with vLLM's core: Ray misses this process (`agl_verl.cluster`), and knows nothing of that one."""
+        while not self.engine.errored:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        os._exit(1)
 
     async def abort_all_requests(self, *arguments: Any, **settings: Any) -> Any:
         await self._gate.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,11 +14,14 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 
 from agl_core.protocols import PolicySpec
+from agl_core.store.sqlite import SqliteStore
+from agl_core.types import Ending
 from agl_torch.loading import load_model
 
 from . import live_engine
@@ -223,6 +227,40 @@ def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, monkey
     steps = steps_of(run)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert [line["restart"] for line in steps] == [0, 0, 1, 1, 1], "from the checkpoint of step 2"
+
+
+def test_a_core_of_vllm_that_dies_ends_the_run_and_scores_nothing(tmp_path: Path) -> None:
+    """Ray sees nothing of it: it is a child of an actor, which lives on. It dies while agents wait for replies."""
+    run = tmp_path / "calc"
+    training = subprocess.Popen(
+        command(tmp_path, **{"train.group_size": 32}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        while len(steps_of(run)) < 2:
+            assert training.poll() is None, training.communicate()[0]
+            time.sleep(0.1)
+        engine = psutil.Process(training.pid).children(recursive=True)
+        [core] = [process for process in engine if "EngineCore" in " ".join(process.cmdline())]
+        core.kill()
+        killed = time.monotonic()
+        output = " ".join(training.communicate(timeout=120)[0].split())
+    finally:
+        training.kill()
+    assert time.monotonic() - killed < 60
+    assert training.returncode == 2, output
+    assert "A process of the engine was lost" in output
+    assert "agl train --resume" in output
+    assert (run / "engine.log").stat().st_size < 2**20
+    assert Ending.CRASHED not in asyncio.run(endings_of(run))
+
+    done = resume(run)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert [line["step"] for line in steps_of(run)] == list(range(1, STEPS + 1))
+
+
+async def endings_of(run: Path) -> set[Ending | None]:
+    async with SqliteStore(run / "store.sqlite", read_only=True) as store:
+        return {attempt.ending for attempt in await store.attempts(*(r.id for r in await store.rollouts()))}
 
 
 def processes_of(run: Path) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import Gemma2Config, PretrainedConfig, Qwen2Config
+from transformers import Gemma2Config, OPTConfig, PretrainedConfig, Qwen2Config
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions, PpoOptions
@@ -237,6 +237,19 @@ def test_log_probabilities_are_fused_where_that_is_exact(
     assert key not in mapping_of(spec={"model": str(tmp_path)}, overrides=["model_engine=megatron"])
 
 
+def test_training_computes_what_is_served(tmp_path: Path) -> None:
+    """No dropout that pretraining had, and scores capped as the model says."""
+    model = "actor_rollout_ref.model.override_config"
+    OPTConfig().save_pretrained(tmp_path)
+    config = mapping_of(spec={"model": str(tmp_path)}, cpu=True)
+    assert config[f"{model}.dropout"] == config["critic.model.override_config.dropout"] == 0
+    assert config[f"{model}.attn_implementation"] == "sdpa"
+    Gemma2Config().save_pretrained(tmp_path)
+    for options in ({"cpu": True}, {"attention": "sdpa"}):
+        assert mapping_of(spec={"model": str(tmp_path)}, **options)[f"{model}.attn_implementation"] == "eager"
+    assert f"{model}.attn_implementation" not in mapping_of(spec={"model": str(tmp_path)})
+
+
 def test_determinism_is_asked_of_training_and_serving_or_refused() -> None:
     context = context_of(deterministic=True)
     config = mapped(VerlOptions(), context, grpo(), False)
@@ -245,6 +258,15 @@ def test_determinism_is_asked_of_training_and_serving_or_refused() -> None:
     assert variables(cpu=False, api_key="k", deterministic=True, cache_mib=1)["VLLM_BATCH_INVARIANT"] == "1"
     with pytest.raises(ConfigError, match="torch engine"):
         mapped(VerlOptions(), context, grpo(), True)
+
+
+UNREAD = [
+    "trainer.default_hdfs_dir", "trainer.rollout_data_dir", "trainer.log_val_generations", "trainer.balance_batch",
+    "trainer.max_actor_ckpt_to_keep", "trainer.del_local_ckpt_after_load", "trainer.project_name",
+    "trainer.esi_redundant_time", "global_profiler.steps", "critic.profiler.enable", "critic.loss_scale_factor",
+    "skip.rollout.enable",
+    "actor_rollout_ref.actor.kl_loss_type", "actor_rollout_ref.rollout.ignore_eos",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -257,6 +279,8 @@ def test_determinism_is_asked_of_training_and_serving_or_refused() -> None:
         ("actor_rollout_ref.actor.optim.lr=1", "learning_rate"),
         ("actor_rollout_ref.rollout.nnodes=2", "serving_gpus"),
         ("actor_rollout_ref.hybrid_engine=False", "serving_gpus"),
+        ("critic.model.target_modules=all-linear", "lora"),
+        *((f"{key}=1", "no part of veRL that agl runs reads it") for key in UNREAD),
     ],
 )
 def test_what_agl_decides_is_refused_with_the_place(override: str, where: str) -> None:

@@ -36,14 +36,14 @@ def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> Non
     from agl_view.serving import address_of, answer
 
     folders = [path if _has_runs(path) else find_run(path) for path in run] if run else [RUNS]
-    token = secrets.token_urlsafe(24)
+    token, once = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
     with bind("127.0.0.1", port) as listener:
-        address = address_of(listener, "/", token)
-        Screen().print(f"view:  {address}")
+        Screen().print(f"view:  {address_of(listener, '/', token)}")
         Screen().print("The token in it is for you alone. Ctrl-C ends this.")
         if not no_browser:
+            address = address_of(listener, "/", once)
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()  # Some wait for their end.
-        answer(listener, folders, token)
+        answer(listener, folders, token, once=once)
 
 
 def _has_runs(folder: Path) -> bool:

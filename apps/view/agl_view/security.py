@@ -37,8 +37,10 @@ class Guard:
     cookie.
     """
 
-    def __init__(self, app: ASGIApp, token: str, operator_key: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, token: str, operator_key: str | None = None, once: str = "") -> None:
         self._app, self._token, self._operator_key = app, token, operator_key
+        self._once = once
+        """A token that is good for one request: a browser's command line, which all can see, has it."""
         self._cookie = f"agl-view-{secrets.token_hex(4)}"
         self._session = secrets.token_urlsafe(32)
 
@@ -76,7 +78,10 @@ class Guard:
                 401,
                 {"WWW-Authenticate": 'Basic realm="agl", charset="UTF-8"'},
             )
-        if not equal_secrets(request.query_params.get("token", ""), self._token):
+        token = request.query_params.get("token", "")
+        if self._once and equal_secrets(token, self._once):
+            self._once = ""
+        elif not equal_secrets(token, self._token):
             return PlainTextResponse(
                 "Open the address that agl view printed (or agl train, or agl serve): it ends in ?token=… The token "
                 "changes with each start.",

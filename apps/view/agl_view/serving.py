@@ -37,10 +37,11 @@ from agl_view.templating import page_address
 _RESTART_SECONDS = 1.0
 
 
-def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None) -> Starlette:
+def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None, once: str = "") -> Starlette:
     """The pages about the runs at `paths`, each a run or a folder of runs, for browsers that have shown `token`.
 
-    Browsers on other machines need the operator's key; without one they see nothing.
+    The token `once` is good for one request. Browsers on other machines need the operator's key; without one they see
+    nothing.
     """
     pages = Pages(RunFolders(paths))
 
@@ -67,7 +68,7 @@ def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None)
             Route(f"{run_path}/call", pages.call),
             Mount("/static", StaticFiles(packages=[("agl_view", "static")])),
         ],
-        middleware=[Middleware(Guard, token=token, operator_key=operator_key)],
+        middleware=[Middleware(Guard, token=token, operator_key=operator_key, once=once)],
         exception_handlers={AglError: failed, HTTPException: failed},
     )
 
@@ -77,10 +78,11 @@ def answer(
     folders: Sequence[Path],
     token: str,
     operator_key: str | None = None,
+    once: str = "",
 ) -> None:
     """Show the runs in these folders until a signal ends it."""
     config = uvicorn.Config(
-        make_app(folders, token, operator_key),
+        make_app(folders, token, operator_key, once),
         access_log=False,
         log_level="warning",
         timeout_graceful_shutdown=2,

@@ -36,6 +36,16 @@ def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_have(str
     assert TOKEN not in answer.headers["set-cookie"]
 
 
+def test_the_token_on_the_browsers_command_line_counts_once(tmp_path: Path) -> None:
+    app = make_app([tmp_path], TOKEN, once="once")
+    first, second = (TestClient(app, "http://127.0.0.1:8000", follow_redirects=False, client=HERE) for _ in range(2))
+    statuses = [
+        browser.get(f"/?token={token}").status_code
+        for browser, token in ((first, "once"), (first, ""), (second, "once"), (second, TOKEN))
+    ]
+    assert statuses == [303, 303, 401, 303]
+
+
 def test_the_redirect_stays_here(stranger: TestClient) -> None:
     answer = stranger.get(f"/%2Fevil.example/50%25?token={TOKEN}")
 

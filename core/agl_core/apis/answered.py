@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import orjson
+
 from agl_core.apis.reply import PromptIds, RawReply, Reply, called, reasoning_of
 from agl_core.capture.requests import HEADER_RETRIES
 from agl_core.types import Call, Json
@@ -24,8 +26,10 @@ from agl_core.types.forms import parse_if_json
 
 Message: TypeAlias = Mapping[str, Json]
 """One message of a chat."""
-MAX_KEPT = 1000
-"""Finished exchanges kept per attempt; the oldest goes first."""
+MAX_KEPT, MAX_RETRIED = 1000, 100
+"""Finished exchanges kept per attempt, and those of them that a retry may ask for again; the oldest goes first."""
+_OVERHEAD = 2000
+"""Bytes that the objects of an exchange take, at least."""
 MAX_KEPT_BYTES = 64 << 20
 """Bytes of replies, as the upstream sent them, and of requests that can be continued, kept per attempt."""
 MAX_TOTAL_BYTES = 256 << 20
@@ -76,6 +80,8 @@ class Answered:
         """By request, reply, message or tool call; the oldest first."""
         self._over: dict[Exchange, None] = {}
         """Those that are over, the oldest first."""
+        self._retried: dict[Exchange, None] = {}
+        """Those of them that a retry may ask for again."""
         self._unindexed: dict[Exchange, None] = {}
         """Those with a reply by which they are not found yet."""
         self._recorded: list[Call] = []
@@ -105,7 +111,10 @@ class Answered:
         """The exchange has its reply, or has failed: keep it for a retry, and forget the oldest that are too many."""
         exchange.reply = None
         if exchange.keys and exchange not in self._over:
-            self._grow(exchange, 0 if exchange.kept is None else len(exchange.kept.body))
+            self._retried[exchange] = None
+            self._grow(exchange, _OVERHEAD + (0 if exchange.kept is None else len(exchange.kept.body)))
+            if len(self._retried) > MAX_RETRIED:
+                self._retry_no_more(next(iter(self._retried)))
 
     def remember(self, exchange: Exchange, reply: Reply, conversation: Sequence[Message] | None, size: int) -> None:
         """Remember the upstream's own messages of a reply.
@@ -118,7 +127,8 @@ class Answered:
         self._unindexed[exchange] = None
         if conversation is not None:
             exchange.conversation = (*conversation, exchange.messages[0])
-        self._grow(exchange, len(reply.raw.body) - exchange.size + (0 if conversation is None else size))
+        kept = _OVERHEAD + len(reply.raw.body) + (0 if conversation is None else size)
+        self._grow(exchange, kept - exchange.size)
 
     def of_reply(self, reply_id: str) -> Exchange | None:
         """The exchange of a reply; None if there is no such reply, or it is forgotten."""
@@ -174,6 +184,7 @@ class Answered:
             exchange.keys.clear()
         self._exchanges.clear()
         self._over.clear()
+        self._retried.clear()
         self._unindexed.clear()
         self.size = 0
 
@@ -205,16 +216,31 @@ class Answered:
         while len(self._over) > 1 and (len(self._over) > MAX_KEPT or self.size > MAX_KEPT_BYTES):
             self._forget(next(iter(self._over)))
 
+    def _retry_no_more(self, exchange: Exchange) -> None:
+        """Keep what a later request may name of an exchange, and no more."""
+        del self._retried[exchange]
+        if not exchange.messages:
+            self._forget(exchange)
+        elif exchange.conversation is None:
+            exchange.kept, size = None, _OVERHEAD + len(orjson.dumps(exchange.messages))
+            self.size += size - exchange.size
+            exchange.size = size
+            self._unindex(exchange, *(key for key in exchange.keys if key[0] == "request"))
+
     def _forget(self, exchange: Exchange) -> None:
         del self._over[exchange]
+        self._retried.pop(exchange, None)
         self._unindexed.pop(exchange, None)
         self.size -= exchange.size
-        for key in exchange.keys:
+        self._unindex(exchange, *exchange.keys)
+
+    def _unindex(self, exchange: Exchange, *keys: tuple[str, Any]) -> None:
+        for key in keys:
+            exchange.keys.remove(key)
             exchanges = self._exchanges[key]
             exchanges.remove(exchange)
             if not exchanges:
                 del self._exchanges[key]
-        exchange.keys.clear()
 
 
 class Budget:

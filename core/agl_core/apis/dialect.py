@@ -8,6 +8,7 @@ checks them; here only that is checked which the gateway, or what reads records,
 from __future__ import annotations
 
 import functools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from agl_core.apis.errors import ApiError, openai_error, rendered
 from agl_core.apis.reply import Reply
 from agl_core.apis.streams import ChatChunks, Renderer, TextChunks, text_choice
 from agl_core.capture.requests import HEADER_IGNORED
-from agl_core.types import Json, Sampling
+from agl_core.types import HOUSEKEEPING, Json, Sampling
 from agl_core.types.forms import parse_json
 
 if TYPE_CHECKING:
@@ -39,6 +40,13 @@ _STREAM_OPTIONS = frozenset({"include_usage"})
 
 _SYSTEM = frozenset({"system", "developer"})
 """Roles of messages with instructions to the model."""
+
+_HOUSEKEEPING = re.compile(
+    r"You are a title generator\. You output ONLY a thread title"
+    r"|Generate a concise, sentence-case title \("
+    r"|You are an expert software engineer that generates concise, one-line Git commit messages"
+)
+"""Calls for titles and commit messages begin like this: opencode's, Claude Code's and Qwen Code's, aider's."""
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -138,6 +146,8 @@ class Dialect(ABC):
     """Its name, as recorded with each call."""
     id_prefix: ClassVar[str]
     """The prefix of its replies' ids."""
+    echoes = True
+    """True if a request may write an earlier reply in other words, which have to become the upstream's own again."""
     counts = False
     """True if it only counts the tokens of a prompt: by a reply of one token, which no agent sees."""
     refused: ClassVar[frozenset[str]] = frozenset()
@@ -240,6 +250,18 @@ def _with_texts(fields: Mapping[str, Json], texts: Mapping[str, str]) -> Mapping
     return {**fields, "messages": messages}
 
 
+def housekeeping(request: Mapping[str, Any]) -> str | None:
+    """The agent's name of a call that a program makes for itself, as its instructions show; None for all others."""
+    for message in request["messages"]:
+        if message.get("role") not in _SYSTEM:
+            break
+        content = message.get("content")
+        texts = [content] if isinstance(content, str) else [part.get("text") for part in content or ()]
+        if any(isinstance(text, str) and _HOUSEKEEPING.match(text) for text in texts):
+            return HOUSEKEEPING
+    return None
+
+
 def wrong(param: str, problem: str, code: str = "invalid_type") -> ApiError:
     """The refusal of a value."""
     return ApiError(400, f"'{param}' {problem}.", param=param, code=code)
@@ -275,7 +297,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
 class ChatCompletions(Dialect):
     """`POST /v1/chat/completions`, which the upstream speaks itself."""
 
-    api, id_prefix = "chat.completions", "chatcmpl-"
+    api, id_prefix, echoes = "chat.completions", "chatcmpl-", False
 
     def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
         logprobs = body.get("logprobs")
@@ -314,7 +336,7 @@ class Completions(Dialect):
     Without `max_tokens` the run's limit holds, not the 16 tokens of OpenAI's servers.
     """
 
-    api, id_prefix = "completions", "cmpl-"
+    api, id_prefix, echoes = "completions", "cmpl-", False
     refused = frozenset({"echo", "suffix", "max_completion_tokens", "messages", "tools"})
     rewritten = frozenset({"prompt"})
     kept = frozenset({"logprobs", "best_of"})

@@ -50,8 +50,10 @@ class ApiError(ServerError):
 
 CONTEXT_OVERFLOW = "context_length_exceeded"
 """OpenAI's code; agent frameworks recognise it."""
+ENGINE_FAILED = "engine_error"
+"""The code of agl's own model servers where their engine cannot answer, whoever asks."""
 UPSTREAM_GONE = "upstream_gone"
-"""The model server cannot be reached, broke off its reply, or a proxy answers in its place."""
+"""The model server cannot be reached, broke off its reply, lost its engine, or a proxy answers in its place."""
 
 
 def _away(message: str, code: str, retry_after: int) -> ApiError:

@@ -5,6 +5,7 @@ One that is streamed is added up to the chat completion that would have come who
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -373,6 +374,9 @@ class StreamedCompletion:
         self._choices: dict[int, dict[str, Any]] = {}
         self._calls: dict[int, list[_StreamedCall]] = {}
         """Of each choice."""
+        self._logprobs: dict[int, bytearray] = {}
+        self._ids: dict[int, array[int]] = {}
+        """Of each choice, written compactly: as objects each token would take a kilobyte until the reply's end."""
         self._reply_id = reply_id
 
     def add(self, chunk: Mapping[str, Any]) -> list[Delta]:
@@ -380,7 +384,7 @@ class StreamedCompletion:
         try:
             self.head.update({k: v for k, v in chunk.items() if k != "choices" and v is not None})
             return [self._add(choice, choice.get("index", 0)) for choice in chunk.get("choices") or ()]
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise not_a_completion(error, repr(chunk).encode()) from error
 
     def end(self) -> list[Delta]:
@@ -403,8 +407,14 @@ class StreamedCompletion:
             if calls := self._calls.get(index):
                 message = {**message, "tool_calls": [call.whole() for call in calls]}
             message = {"role": "assistant", "content": None if message else "", **message}
-            choices.append({"finish_reason": "abort", **choice, "message": message})
-        return orjson.dumps({**self.head, "object": "chat.completion", "choices": choices})
+            own: dict[str, Any] = {"finish_reason": "abort", **choice, "message": message}
+            if index in self._logprobs:
+                own["logprobs"] = {"content": orjson.Fragment(b"[%b]" % self._logprobs[index][:-1])}
+            if index in self._ids:
+                own["token_ids"] = self._ids[index].tolist()
+            choices.append(own)
+        # A copy, as it may be kept: orjson's own bytes take 4 to 8 KiB even where they are few.
+        return bytes(memoryview(orjson.dumps({**self.head, "object": "chat.completion", "choices": choices})))
 
     def _add(self, choice: Mapping[str, Any], index: int) -> Delta:
         is_first = index not in self._choices
@@ -425,9 +435,11 @@ class StreamedCompletion:
                 whole["message"].setdefault(name, []).append(value)
         logprobs, ids = (choice.get("logprobs") or {}).get("content"), choice.get("token_ids")
         if logprobs is not None:
-            whole.setdefault("logprobs", {"content": []})["content"].extend(logprobs)
+            written = self._logprobs.setdefault(index, bytearray())
+            for entry in logprobs:
+                written += orjson.dumps(entry) + b","
         if ids is not None:
-            whole.setdefault("token_ids", []).extend(ids)
+            self._ids.setdefault(index, array("q")).extend(ids)
         added_up = {"delta", "logprobs", "token_ids"}
         if whole.get("finish_reason") not in (None, "", "stop"):  # Some servers say `stop` behind `tool_calls`.
             added_up.add("finish_reason")

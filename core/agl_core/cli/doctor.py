@@ -20,7 +20,7 @@ from agl_core import kinds
 from agl_core.cli import SERVER_MODULES
 from agl_core.cli.screen import AsJson, KeyVariable, Model, Screen, UpstreamUrl, print_json
 from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
-from agl_core.cli.words import harmless
+from agl_core.cli.words import codex_hint, harmless
 from agl_core.config.load import LoadedConfig, load
 from agl_core.errors import AglError, nearest
 from agl_core.kinds import Component
@@ -164,7 +164,9 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
         failed = "note" if look.fault is None else "FAIL"
         findings += [Finding("ok" if finished else failed, "rollout", seen) for finished, seen in look.seen]
         if look.fault is not None:
-            findings[-1] = replace(findings[-1], remedy=f"{look.fault.remedy} {look.fault.details}".strip())
+            command = None if look.are_answered or loaded.config.agent is None else loaded.config.agent.command
+            remedy = codex_hint(command) or look.fault.remedy
+            findings[-1] = replace(findings[-1], remedy=f"{remedy} {look.fault.details}".strip())
     return findings
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -217,19 +217,19 @@ def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
 
 def _texts(agent: AgentFile, model: str) -> Mapping[str, str]:
     """The files to write; tasks only if there are none."""
-    sums, columns = [], ""
+    sums, columns = list[dict[str, Any]](), ""
     for number in range(8):
         a, b = 2 + number, 3 * number % 7 + 1
         question = f"What is {a} + {b}?"
         task_input = dict.fromkeys(agent.keys, question) if agent.keys else question
         sums.append({"id": f"sum-{number}", "input": task_input, "answer": str(a + b)})
-    answer, answers = "answer", [task["answer"] for task in sums]
+    answer, answers = "answer", [str(task["answer"]) for task in sums]
     if is_kept := (agent.file.parent / TASKS).exists():
         tasks, columns = _read_tasks(agent)
         metadata = tasks.task(0).metadata
         answer = next((name for name in (*_ANSWERS, *metadata) if name in metadata), answer)
-        answers = [tasks.task(index).metadata.get(answer) for index in range(tasks.size)]
-    rule = _WORDS if any(re.fullmatch(_NUMBER, str(value)) is None for value in answers) else _NUMBERS
+        answers = [str(tasks.task(index).metadata.get(answer)) for index in range(tasks.size)]
+    rule = _WORDS if any(re.fullmatch(_NUMBER, value) is None for value in answers) else _NUMBERS
     names = {"config": CONFIG, "reward": REWARD, "tasks": TASKS, "columns": columns, "answer": json.dumps(answer)}
     configuration = _CONFIG.format(
         **names,
@@ -251,9 +251,11 @@ def _read_tasks(agent: AgentFile) -> tuple[RowTasks, str]:
     folder, columns = agent.file.parent, dict[str, str | tuple[str, ...]]()
     with suppress(TypeError, ValueError), (folder / TASKS).open(encoding="utf-8") as lines:
         row = json.loads(next(lines, "{}"))
-        own = tuple(agent.keys) if {*agent.keys} <= {*row} else ()
-        if "input" not in row and (named := own or next((name for name in _INPUTS if name in row), None)):
-            columns = {"input": named}
+        usual = [name for name in _INPUTS if name in row]
+        if "input" not in row and agent.keys and {*agent.keys} <= {*row}:
+            columns = {"input": tuple(agent.keys)}
+        elif "input" not in row and usual:
+            columns = {"input": usual[0]}
     line = f"columns = {{ input = {json.dumps(columns['input'])} }}\n" if columns else ""
     return jsonl_tasks(FileOptions(path=Path(TASKS), columns=columns), folder, 0), line
 

@@ -20,7 +20,7 @@ from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
 from agl_core.cli.screen import KeyVariable, Model, UpstreamUrl
 from agl_core.cli.upstreams import ANEW, choose_key, choose_url, open_upstream
-from agl_core.cli.words import amount, one_line
+from agl_core.cli.words import amount, codex_hint, one_line
 from agl_core.config.load import LoadedConfig, load
 from agl_core.config.models import UntrainedConfig
 from agl_core.errors import ConfigError
@@ -158,6 +158,8 @@ async def _record(
         await server.queue.close_attempt(key, closing(Ended(ending, {"exit_status": status}, error), recording))
         [report] = await reports_of(server.store, [rollout])
         _summarise(report.attempts[0], recording, folder)
+        if not report.attempts[0].episode.transitions and (hint := codex_hint(command)):
+            _say(hint)
     return status
 
 

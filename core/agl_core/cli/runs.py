@@ -100,7 +100,9 @@ Status = Annotated[
     ToolStatus | None, typer.Option("--tool-status", help="Only those in which a tool (of --tool) came to this.")
 ]
 Dropped = Annotated[str | None, typer.Option(help="Only those with a transition dropped for this reason.")]
-TextOption = Annotated[str | None, typer.Option("--text", help="Only those with this text in task, call or result.")]
+TextOption = Annotated[
+    str | None, typer.Option("--text", help="Only those with this text in task, call or result; all are read.")
+]
 Limit = Annotated[int, typer.Option(min=1, help="The number of rollouts, the newest ones.")]
 
 

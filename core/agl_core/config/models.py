@@ -115,7 +115,9 @@ class TrainSection(Section):
         "equal: nothing would be learned from them (DAPO's dynamic sampling). As many as groups_per_step are usual.",
     )
     agents: tuple[str, ...] = Field(
-        ("*",), description="Names or patterns of the agents to train; calls of other agents count only in the return."
+        ("*",),
+        description="Names or patterns of the agents to train; calls of other agents count only in the return. A title "
+        "or commit message that a program asks for itself is by the agent `housekeeping`, which has to be named.",
     )
     truncated: Literal["keep", "mask", "drop"] = Field(
         "keep",
@@ -133,9 +135,8 @@ class TrainSection(Section):
     patience: int = Field(
         2,
         ge=0,
-        description="Training stops with an error after this many steps in a row with nothing to train on, all for one "
-        "reason that does not go away by itself (docs/bad-input.md); 0: it never stops, and has no first look at the "
-        "agent.",
+        description="Training stops with an error after this many steps in a row with nothing to train on, none for "
+        "a reason that goes away by itself (docs/bad-input.md); 0: it never stops, and has no first look at the agent.",
     )
     stop: StopSection = StopSection()
     serving_gap: float = Field(

@@ -25,6 +25,7 @@ from agl_core.kinds import Capability
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import CreditRule
 from agl_core.types import (
+    HOUSEKEEPING,
     Batch,
     CreditKind,
     DropReason,
@@ -33,7 +34,6 @@ from agl_core.types import (
     Mode,
     TrainingRecord,
     Transition,
-    TransitionKey,
     are_equal,
     episode_return,
 )
@@ -144,7 +144,7 @@ class BatchPlan:
                     value
                     for episode, of_episode in zip(kept, credit.values(kept) if kept else (), strict=True)
                     for transition, value in zip(episode.transitions, of_episode, strict=True)
-                    if transition.policy == policy and is_among(transition.agent, self.agents)
+                    if transition.policy == policy and is_trained(transition.agent, self.agents)
                 ]
             if not are_equal(values):
                 return True
@@ -152,7 +152,7 @@ class BatchPlan:
 
     def cuts(self, transition: Transition) -> bool:
         """True if the limit cut a response of a trained agent off, and such are not kept."""
-        is_cut = transition.finish_reason is FinishReason.LENGTH and is_among(transition.agent, self.agents)
+        is_cut = transition.finish_reason is FinishReason.LENGTH and is_trained(transition.agent, self.agents)
         return is_cut and self.truncated != "keep"
 
 
@@ -165,12 +165,6 @@ class StepBatches:
     dropped: tuple[TrainingRecord, ...]
     """Every dropped transition, with the reason."""
     episodes_dropped: Mapping[DropReason, int]
-    masked: frozenset[TransitionKey] = frozenset()
-    """Transitions of the batches whose weight is 0 because they were cut off: their values are compared with others."""
-
-    def reason(self, key: TransitionKey, dropped: str | None) -> str | None:
-        """Why a transition of a batch was not trained on; `dropped` is what the engine said."""
-        return DropReason.TRUNCATED if dropped == DropReason.NO_ADVANTAGE and key in self.masked else dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +212,8 @@ def make_batches(
             untrainable: dict[str, list[float]] = {}
             for i, transition in enumerate(episode.transitions):
                 reason = left_out(transition, plan.agents, without_logprobs=plan.without_logprobs)
+                if plan.cuts(transition):
+                    reason = DropReason.TRUNCATED
                 if reason is None:
                     trained.setdefault(transition.policy, []).append(i)
                 else:
@@ -232,12 +228,9 @@ def make_batches(
                 if plan.credit[policy].kind is CreditKind.REWARD:
                     values = propagate_rewards([t.turn for t in episode.transitions], values, kept)
                 weight = weights[group_index] if weights else 1.0
-                for i in kept:
-                    transition = episode.transitions[i]
-                    share = 0.0 if plan.cuts(transition) else weight
-                    rows.setdefault(policy, []).append(
-                        CreditedTransition(transition, values[i], group_index, rollouts, share)
-                    )
+                rows.setdefault(policy, []).extend(
+                    CreditedTransition(episode.transitions[i], values[i], group_index, rollouts, weight) for i in kept
+                )
             rollouts += 1
     batches: dict[str, Batch] = {}
     for policy, of_policy in rows.items():
@@ -247,15 +240,17 @@ def make_batches(
         for row, fault in zip(of_policy, usable.dropped, strict=True):
             if fault is not None:
                 dropped.append(_dropped(row.transition, step, row.value, fault))
-    masked = frozenset(
-        row.transition.key for of_policy in rows.values() for row in of_policy if plan.cuts(row.transition)
-    )
-    return StepBatches(batches, tuple(dropped), episodes_dropped, masked)
+    return StepBatches(batches, tuple(dropped), episodes_dropped)
+
+
+def is_trained(agent: str | None, agents: Sequence[str]) -> bool:
+    """True if an agent is one of those to train. What a program asks for itself has to be named: `*` is not enough."""
+    return is_among(agent, agents) and (agent != HOUSEKEEPING or HOUSEKEEPING in agents)
 
 
 def left_out(transition: Transition, agents: Sequence[str], *, without_logprobs: bool = False) -> DropReason | None:
     """Why a transition goes into no batch, if so; `filter_trainable` decides what a batch can hold."""
-    if not is_among(transition.agent, agents):
+    if not is_trained(transition.agent, agents):
         return DropReason.UNTRAINED_AGENT
     if transition.prompt_ids is None or transition.response_ids is None:
         return DropReason.NO_TOKEN_IDS

@@ -13,7 +13,17 @@ from typing import Any
 
 from agl_core.capture.status import message_text
 from agl_core.learning.tool_results import has_failed, tool_calls_of
-from agl_core.types import DropReason, Ending, Episode, Evidence, PrefixBreak, Symptom, Transition, Verdict
+from agl_core.types import (
+    HOUSEKEEPING,
+    DropReason,
+    Ending,
+    Episode,
+    Evidence,
+    PrefixBreak,
+    Symptom,
+    Transition,
+    Verdict,
+)
 
 LOOP_REPEATS, LOOP_CHARACTERS = 5, 60
 """A response loops if it ends with a piece of text so many times, over so many characters."""
@@ -114,10 +124,9 @@ def has_cut_prompt(transition: Transition) -> bool:
 
 
 def answer(episode: Episode) -> str | None:
-    """The text of the last response; None if it asks for tools, or there is none."""
-    if not episode.transitions or episode.transitions[-1].response.get("tool_calls"):
-        return None
-    return response_text(episode.transitions[-1])
+    """The text of the last response, housekeeping aside; None if it asks for tools, or there is none."""
+    own = [transition for transition in episode.transitions if transition.agent != HOUSEKEEPING]
+    return None if not own or own[-1].response.get("tool_calls") else response_text(own[-1])
 
 
 def is_refusal(text: str) -> bool:
@@ -170,7 +179,7 @@ def _missing(episode: Episode) -> Iterator[Evidence]:
     if unknown:
         yield Evidence.TOOL_RESULTS
     prompts = {_system_prompt(transition) for transition in transitions if transition.agent is None}
-    if prompts and (len(prompts) > 1 or any(transition.agent is not None for transition in transitions)):
+    if prompts and (len(prompts) > 1 or {transition.agent for transition in transitions} - {None, HOUSEKEEPING}):
         yield Evidence.AGENT_NAMES
 
 

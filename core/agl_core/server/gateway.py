@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, retry_count
-from agl_core.apis.dialect import Dialect, ModelRequest, unsupported
+from agl_core.apis.dialect import Dialect, ModelRequest, housekeeping, unsupported
 from agl_core.apis.errors import ApiError, as_answer, attempt_closed, rendered, stopping, store_failed
 from agl_core.apis.reply import Delta, Reply, StreamedCompletion, read_reply
 from agl_core.apis.streams import STREAM_HEADERS, STREAM_TYPE, Event, Renderer
@@ -74,7 +74,7 @@ class _ModelCall:
     def agent(self) -> str | None:
         """Who makes the call, if the request says so."""
         name = self.headers.get(HEADER_AGENT)
-        return None if name is None else unquote(name)
+        return housekeeping(self.request.chat) if name is None else unquote(name)
 
     def policy(self, served: Destination) -> str:
         """The policy that answers it; ApiError 404 if there is none."""
@@ -137,7 +137,8 @@ class Gateway:
                 exchange = self._exchange(call, raw)
                 exchange.waiting.append(connection)
                 reply = await self._reply(call, exchange, live)
-                attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
+                if dialect.echoes:
+                    attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
                 exchange.request = parsed if exchange.conversation is not None else None
                 self._budget.update(attempt.answered)
                 self._log(dialect, parsed.notes(reply.raw.ignored))

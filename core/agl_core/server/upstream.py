@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import orjson
 
-from agl_core.apis.errors import CONTEXT_OVERFLOW, UPSTREAM_GONE, ApiError, no_upstream, read_error
+from agl_core.apis.errors import CONTEXT_OVERFLOW, ENGINE_FAILED, UPSTREAM_GONE, ApiError, no_upstream, read_error
 from agl_core.apis.reply import not_a_completion
 from agl_core.apis.streams import LAST_EVENT, EventReader
 from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
@@ -257,7 +257,8 @@ def _refused(status: int, payload: bytes, url: str) -> ApiError:
     if status in (401, 403):
         return _failed(502, f"The model server at {url} refuses agl's own API key: {message}", "upstream_key")
     if not 400 <= status < 500:
-        failure = UPSTREAM_GONE if status in _PROXYS_OWN else "upstream_failed"
+        is_gone = status in _PROXYS_OWN or error.get("code") == ENGINE_FAILED
+        failure = UPSTREAM_GONE if is_gone else "upstream_failed"
         return _failed(502, f"The model server at {url} answered {status}: {message}", failure)
     kind, param, code = (text if isinstance(text := error.get(name), str) else None for name in _ERROR_FIELDS)
     if any(phrase in f"{code} {message}" for phrase in _OVERFLOW_PHRASES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import queue
@@ -49,7 +50,8 @@ _DAMAGED = (
 _MEANINGS = {
     sqlite3.SQLITE_NOTADB: "is not an SQLite database. Choose another path, or move that file away.",
     sqlite3.SQLITE_CORRUPT: _DAMAGED,
-    sqlite3.SQLITE_FULL: "cannot grow: the disk is full. Free some space, then go on (`agl train --resume`).",
+    sqlite3.SQLITE_FULL: "cannot grow: the disk is full. Free some space, then start again; a run that had "
+    "begun goes on (`agl train --resume`).",
     sqlite3.SQLITE_BUSY: "is locked by another program. Close what has it open for writing, then try again.",
 }
 _PRIMARY_CODE = 0xFF
@@ -90,14 +92,18 @@ def _lock(store: Path) -> sqlite3.Connection:
         connection.close()
         if error.sqlite_errorcode & _PRIMARY_CODE != sqlite3.SQLITE_BUSY:
             raise
-        raise StoreError(
-            f"The store {store} is being written by another process, and takes one writer at a time. Wait until it "
-            f"ends, stop it, or use another folder; to look only, open it read-only."
-        ) from None
+        raise _second_writer(store) from None
     return connection
 
 
-def _connect_writer(path: Path) -> tuple[sqlite3.Connection, sqlite3.Connection, int]:
+def _second_writer(store: Path) -> StoreError:
+    return StoreError(
+        f"The store {store} is being written by another process, and takes one writer at a time. Wait until it "
+        f"ends, stop it, or use another folder; to look only, open it read-only."
+    )
+
+
+def _connect_writer(path: Path) -> tuple[sqlite3.Connection, contextlib.ExitStack, int]:
     """A connection that creates the file if there is none, the lock of the one that may, and the first new piece.
 
     Usable from any one thread at a time; the lock is to be closed last. Raises StoreError, or sqlite3.Error.
@@ -105,9 +111,15 @@ def _connect_writer(path: Path) -> tuple[sqlite3.Connection, sqlite3.Connection,
     if not path.parent.is_dir():
         raise StoreError(f"The folder of the store {path} does not exist. Create {path.parent} first.")
     with contextlib.ExitStack() as opened:
-        lock = opened.enter_context(contextlib.closing(_lock(path)))
+        lock = opened.enter_context(contextlib.ExitStack())
+        lock.enter_context(contextlib.closing(_lock(path)))
         # For its owner alone; SQLite gives the mode of a database to its log too.
-        os.close(os.open(path, os.O_CREAT, 0o600))
+        file = os.open(path, os.O_CREAT, 0o600)
+        lock.callback(os.close, file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # Somebody has removed the other lock's file.
+            raise _second_writer(path) from None
         connection = opened.enter_context(contextlib.closing(_connect(path, "mode=rw")))
         connection.execute(f"PRAGMA page_size = {_PAGE}")
         is_empty(connection, path)

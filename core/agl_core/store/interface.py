@@ -44,6 +44,9 @@ class Wanted(TypedDict, total=False):
 class Store(Protocol):
     """One interface for every store. All methods may be called from one event loop, concurrently."""
 
+    failure: Exception | None
+    """Why the latest write failed that did."""
+
     async def open(self) -> None:
         """Open or create it. StoreError says what to do if it cannot."""
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from agl_core.errors import StoreError
+from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.kinds import NoOptions
 from agl_core.store import queries
 from agl_core.store.codec import name_of
@@ -48,6 +48,7 @@ class SqliteStore(Store):
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path, self._read_only = path, read_only
+        self.failure: Exception | None = None
         self._readers: Readers | None = None
         self._writer: GroupWriter | None = None
         self._opened = AsyncExitStack()
@@ -132,7 +133,10 @@ class SqliteStore(Store):
         try:
             return await work(self._writer)
         except (sqlite3.Error, ValueError, OverflowError) as error:
-            raise explain(self._path, error, " or ".join(map(name_of, records)) or "a record") from error
+            failure = explain(self._path, error, " or ".join(map(name_of, records)) or "a record")
+            if not isinstance(failure, StoreRefusedError):
+                self.failure = failure
+            raise failure from error
 
     async def read(self, query: Query[Result]) -> Result:
         """The result of a query. StoreError if the file is damaged or cannot be read."""

@@ -26,6 +26,8 @@ NumberCheck = TypeVar("NumberCheck", bound=Callable[..., str | None])
 
 FIRST = 5
 """The steps at the start of a run that later ones are compared with."""
+KEPT_FIRST, KEPT = 100, 1000
+"""Steps that alarms look at: so many at the start, and the latest."""
 CHECKS: dict[Callable[..., str | None], tuple[str, ...]] = {}
 """The alarms on numbers, each with the metrics that it looks at."""
 
@@ -70,8 +72,9 @@ def on(*metrics: str) -> Callable[[NumberCheck], NumberCheck]:
 
 @on("reward/mean", "reward/std", "rollouts")
 def reward_collapse(means: Values, stds: Values, rollouts: Values, limit: float = 0.5) -> str | None:
-    """The mean reward of 3 steps is below that of the best 3 by `limit` of what the best are above the worst step (or
-    above 0), and by 4 standard errors. The policy forgets what it had learned, and rarely recovers by itself.
+    """The mean reward of 3 steps is below that of the best 3, of the first 100 and the last 1,000 steps, by `limit` of
+    what the best are above the worst step (or above 0), and by 4 standard errors. The policy forgets what it had
+    learned, and rarely recovers by itself.
 
     Go on from the best checkpoint (agl train --resume RUN/checkpoints/STEP) with a smaller learning rate, or with a KL
     term (algorithm.grpo.beta).
@@ -306,12 +309,13 @@ class Watch:
     """Looks at each step. An alarm that goes on is raised once.
 
     `settings` are the run's `[alarms]`; `policies` are its policies' names; a resumed run passes the numbers of the
-    steps so far.
+    steps so far. It looks at the first steps and the last `kept` ones: a run may have very many.
     """
 
     settings: Mapping[AlarmName, float | Literal[False]] = field(default_factory=dict)
     policies: Sequence[str] = ("default",)
     steps: list[Numbers] = field(default_factory=list)
+    kept: int = KEPT
 
     @property
     def held(self) -> Numbers:
@@ -326,6 +330,8 @@ class Watch:
         """The alarms after a step with these numbers that did not hold before it; `others` were raised elsewhere."""
         before = self.held
         self.steps.append(numbers)
+        if len(self.steps) > KEPT_FIRST + self.kept:
+            del self.steps[KEPT_FIRST : -self.kept]
         on_numbers = (Alarm.of(check, seen) for check in CHECKS if (seen := self._seen(check)) is not None)
         alarms = self.wanted([*others, *on_numbers])
         self.steps[-1] = {**numbers, **{f"alarm/{alarm.name}": 1.0 for alarm in alarms}}

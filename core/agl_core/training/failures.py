@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 Check: TypeAlias = Callable[[Sequence[Episode]], str | None]
 """An alarm on the new rollouts of a step; `alarms` says what an alarm is."""
 
-REMEDIES: Mapping[Ending | DropReason, str] = {
+REMEDIES: Mapping[str, str] = {
     Ending.CRASHED: "Fix what the agent raises. If a reply of the model makes it raise (it calls a tool that does not "
     "exist, say), the agent is not broken: let it catch that error and return.",
     Ending.TIMED_OUT: "Raise workers.timeout, or have the agent stop earlier.",
@@ -96,6 +96,28 @@ def no_result(episodes: Sequence[Episode]) -> str | None:
     if not finished or reported or any((e.result, e.terminal) != (None, finished[0].terminal) for e in finished):
         return None
     return f"the result was null in all {len(finished)} rollouts"
+
+
+def cached_replies(episodes: Sequence[Episode]) -> str | None:
+    """Rollouts made no LLM call where others of their group made some, or went on from a reply that another one got.
+    A cache in the agent's client answers them: they are copies, and teach nothing.
+
+    Switch the cache off (LangChain's set_llm_cache, DSPy's and LiteLLM's cache); if there is none, see what the
+    attempts say (agl show ROLLOUT).
+    """
+    groups, cached = defaultdict[str, list[Episode]](list), list[str]()
+    for episode in episodes:
+        groups[episode.group].append(episode)
+    for group in groups.values():
+        got = {e.rollout: {call["id"] for t in e.transitions for call in tool_calls_of(t.response)} for e in group}
+        for episode in group:
+            others = set().union(*(ids for rollout, ids in got.items() if rollout != episode.rollout))
+            last = episode.transitions[-1].messages if episode.transitions else ()
+            copied = {call["id"] for message in last for call in tool_calls_of(message)} - got[episode.rollout]
+            is_silent = episode.ending is Ending.NO_CALL and any(other.transitions for other in group)
+            if is_silent or copied & others:
+                cached.append(episode.rollout)
+    return f"{len(cached)} of {len(episodes)} rollouts seem to have got replies from a cache" if cached else None
 
 
 async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
@@ -183,7 +205,7 @@ def checks_in(loaded: LoadedConfig) -> list[Check]:
     counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
     checks: list[Check] = [no_reward, contradicted_tool_results]
     if loaded.config.agent is not None:
-        checks.append(no_result)
+        checks += [no_result, cached_replies]
     if any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting):
         checks.append(asserted_tool_results)
     if not any(table.weight and any(mode.trains for mode in table.modes) for table in tables.values()):
@@ -209,36 +231,36 @@ def common_failure(episodes: Sequence[Episode]) -> Ending | None:
     return endings.pop() if len(endings) == 1 and Ending.FINISHED not in endings else None
 
 
-def why_nothing(numbers: Mapping[str, float]) -> Ending | DropReason | None:
-    """The only reason for which a step with these numbers had nothing to train on.
+def why_nothing(numbers: Mapping[str, float]) -> Mapping[str, int]:
+    """The reasons for which a step with these numbers had nothing to train on, by how often.
 
-    None if it had data, or several or passing reasons. `group_too_small` does not count: it follows from others. A loss
-    that is not a number moves no weight, whatever else was dropped.
+    Empty if it had data, or if rollouts finished and some were dropped for a passing reason. `group_too_small` does not
+    count: it follows from others. A loss that is not a number moves no weight, whatever else was dropped.
     """
     if any(map(math.isnan, of_update(LOSS, numbers))):
-        return DropReason.NON_FINITE
+        return {DropReason.NON_FINITE: 1}
     if numbers["transitions/kept"]:
-        return None
+        return {}
     endings = counts([numbers], "ending/")
-    if len(endings) == 1 and Ending.FINISHED not in endings:
-        return Ending(*endings)
-    dropped = {*counts([numbers], "dropped/"), *counts([numbers], "episodes_dropped/")} - {DropReason.GROUP_TOO_SMALL}
-    if DropReason.NON_FINITE in dropped:
-        dropped -= _PASSING
-    return DropReason(*dropped) if len(dropped) == 1 and not dropped & _PASSING else None
+    if endings and Ending.FINISHED not in endings:
+        return endings
+    dropped = counts([numbers], "dropped/") + counts([numbers], "episodes_dropped/")
+    ignored = {DropReason.GROUP_TOO_SMALL, *(_PASSING if DropReason.NON_FINITE in dropped else ())}
+    reasons = {reason: count for reason, count in dropped.items() if reason not in ignored}
+    return {} if reasons.keys() & _PASSING else reasons
 
 
 def check_patience(step: int, steps: Sequence[Mapping[str, float]], patience: int) -> None:
-    """TrainingError if the last `patience` steps had nothing to train on for one reason; 0: never."""
+    """TrainingError if the last `patience` steps had nothing to train on, whatever the reason of each; 0: never."""
     reasons = [why_nothing(numbers) for numbers in steps[-patience:]]
-    reason = reasons[-1]
-    if not patience or reason is None or reasons != [reason] * patience:
+    if not patience or len(reasons) < patience or not all(reasons):
         return
-    what = "all rollouts ended as" if isinstance(reason, Ending) else "all was dropped for one reason:"
+    most = sum(map(Counter, reasons), Counter[str]()).most_common()
     which = f"step {step}" if patience == 1 else f"steps {step - patience + 1} to {step}"
     raise TrainingError(
-        f"There was nothing to train on in {which}: {what} {reason.value}. {REMEDIES.get(reason, '')} See "
-        f"docs/bad-input.md. The run can be resumed; train.patience = N lets N such steps pass, 0 any number."
+        f"There was nothing to train on in {which}: {', '.join(f'{count} {reason}' for reason, count in most)}. "
+        f"{REMEDIES.get(most[0][0], '')} See docs/bad-input.md. The run can be "
+        f"resumed; train.patience = N lets N such steps pass, 0 any number."
     )
 
 
@@ -269,7 +291,7 @@ def stall(seconds: float, who_waits: str) -> str:
 
 @dataclass
 class StallWatch:
-    """Raises the alarm when what is waited for takes too long, and says it at once.
+    """Raises the alarm when what is waited for takes too long, and says it at once; StoreError if that is the store.
 
     It knows when the machine stood still: the engine left a call unanswered for as long as an alarm takes, or this
     process, which is the gateway too, got no time. What rollouts lost by that is no fault of theirs.
@@ -296,6 +318,7 @@ class StallWatch:
     async def watched(self, work: Awaitable[Result], engine_does: str = "") -> Result:
         """The result of a rollout's end, or of something that the engine does; alarms while it takes too long."""
         task, started = asyncio.ensure_future(work), time.monotonic()
+        failed_before = self.store and self.store.failure
         least = ENGINE_SHORTEST if engine_does else SHORTEST
         limit = self.setting or max(least, TIMES * self._longest[engine_does])
         try:
@@ -305,6 +328,8 @@ class StallWatch:
                     seen, remedy = f"the trainer waits for the engine, {engine_does}", _ENGINE_REMEDY
                     waited = time.monotonic() - started
                     if self.activity is not None and self.store is not None and not engine_does:
+                        if self.store.failure not in (None, failed_before):  # Workers wait for the store.
+                            raise self.store.failure
                         activity = self.activity()
                         seen, remedy = await who_waits(activity, self.store)
                         unanswered = max((attempt.asking or 0.0 for attempt in activity.attempts), default=0.0)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -295,6 +296,9 @@ class ProcessEngine(Engine, Generic[Options]):
     @property
     def _end_of_log(self) -> str:
         shown = self._log_lines(LINES_SHOWN)
+        # The first error is the cause of those after it, of which there may be many.
+        errors = [line for line in self._log_lines(LINES_SEARCHED) if re.search(r"(Error|Exception): ", line)]
+        shown = [*(line for line in errors[:1] if line not in shown), *shown]
         return "\n".join([f"The end of {self._log}:", *shown]) if shown else f"See {self._log}."
 
     @property

@@ -239,7 +239,7 @@ class Trainer:
         """Store the training records, and the step of each rollout, all or nothing.
 
         The step of a rollout is the one that trained on it, which may differ from the one that it was planned for.
-        What the engine could not take was not compared with its group, and has no advantage.
+        What the engine could not take has no advantage.
         """
         compared = (None, DropReason.NO_ADVANTAGE)
         records = [
@@ -249,7 +249,7 @@ class Trainer:
                 credit,
                 advantage if reason in compared else None,
                 weight,
-                batches.reason(key, reason),
+                reason,
                 recomputed,
             )
             for policy, result in results.items()

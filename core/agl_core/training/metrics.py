@@ -232,23 +232,26 @@ class MetricsLog:
         self._failed: set[str] = set()
         """The trackers that raised, by name."""
 
-    def forget_after(self, step: int) -> list[dict[str, float]]:
-        """Remove the lines of superseded steps, when a run resumes from an earlier checkpoint.
+    def steps(self) -> Iterator[dict[str, float]]:
+        """The numbers of each training step, from the file: they may be many."""
+        if self._path.exists():
+            with open(self._path, "rb") as file:
+                for values in map(orjson.loads, file):
+                    if values["kind"] == "train":
+                        yield {key: value for key, value in values.items() if isinstance(value, float)}
 
-        Returns the numbers of the training steps that are left.
+    def forget_after(self, step: int) -> None:
+        """Remove the lines of superseded steps, when a run resumes from an earlier checkpoint.
 
         A last line that a kill or a full disk truncated is removed too; CheckpointError if another line cannot be read.
         """
         if not self._path.exists():
-            return []
-        lines, kept, steps = self._path.read_bytes().splitlines(), [], []
+            return
+        lines, kept = self._path.read_bytes().splitlines(), []
         for number, line in enumerate(lines, 1):
             try:
-                values = orjson.loads(line)
-                if values["step"] <= step:
+                if orjson.loads(line)["step"] <= step:
                     kept.append(line)
-                    if values.get("kind") == "train":
-                        steps.append({key: value for key, value in values.items() if isinstance(value, float)})
             except (orjson.JSONDecodeError, LookupError, TypeError) as error:
                 if number < len(lines):
                     raise CheckpointError(
@@ -256,7 +259,6 @@ class MetricsLog:
                         f"resume again."
                     ) from error
         private.replace(self._path, b"".join(line + b"\n" for line in kept))
-        return steps
 
     def write(
         self, step: int, kind: str, metrics: Mapping[str, float], alarms: Sequence[Alarm] = (), stopped: str = ""

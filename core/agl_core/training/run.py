@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from agl_core.server import Keys, LightningServer
 from agl_core.server.keys import RolloutSource, SourceFactory
 from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store
-from agl_core.training.alarms import Watch
+from agl_core.training.alarms import KEPT, Watch
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, check_changes, read_state
 from agl_core.training.failures import checks_in
 from agl_core.training.loop import Evaluated, Trainer, uninterrupted
@@ -93,7 +93,7 @@ async def train(
                 private.make_folder(checkpoints.folder, exist_ok=True)
                 (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # Without one, a run that is over has died.
                 log.restart = session.restart
-                earlier: list[Mapping[str, float]] = [*log.forget_after(state.step if weights else -1)]
+                log.forget_after(state.step if weights else -1)
                 if resume:
                     store_config(config, run_dir)
                     for superseded in checkpoints.forget_after(state.step):
@@ -107,7 +107,12 @@ async def train(
                     observer,
                     checks=checks_in(loaded),
                     state=state,
-                    watch=Watch(config.alarms, tuple(config.policies), earlier),
+                    watch=Watch(
+                        config.alarms,
+                        tuple(config.policies),
+                        [*log.steps()],
+                        max(KEPT, config.train.patience, *config.train.stop.alarms.values()),
+                    ),
                 )
                 try:
                     stopped_by = await _until_done(trainer, observer)
@@ -126,7 +131,7 @@ async def train(
                     run_dir=run_dir,
                     seed=config.seed,
                     state=state,
-                    steps=trainer.watch.steps,
+                    steps=[*log.steps()],
                     stopped_by=stopped_by,
                     checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
                     best=checkpoints.best(),

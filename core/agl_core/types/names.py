@@ -83,6 +83,10 @@ _FINISHED: Mapping[str, FinishReason] = {
 }
 
 
+HOUSEKEEPING = "housekeeping"
+"""The agent of calls that a program makes for itself, a session's title for example."""
+
+
 class ToolStatus(StrEnum):
     """How a tool call ended."""
 
@@ -247,6 +251,7 @@ class AlarmName(StrEnum):
     LOGPROB_GAP = "logprob_gap"
     NO_REWARD = "no_reward"
     NO_RESULT = "no_result"
+    CACHED_REPLIES = "cached_replies"
     FAILURES = "failures"
     ASSERTED_TOOL_RESULTS = "asserted_tool_results"
     CONTRADICTED_TOOL_RESULTS = "contradicted_tool_results"
@@ -263,6 +268,7 @@ _WITHOUT_THRESHOLD = frozenset(
     {
         AlarmName.NO_REWARD,
         AlarmName.NO_RESULT,
+        AlarmName.CACHED_REPLIES,
         AlarmName.FAILURES,
         AlarmName.ASSERTED_TOOL_RESULTS,
         AlarmName.CONTRADICTED_TOOL_RESULTS,

@@ -118,12 +118,14 @@ def test_without_a_call_and_without_ids_it_says_so(running: Bench) -> None:
 
     # Some of Anthropic's clients refuse, or warn of, a second key.
     printing = "import os; print(os.environ.get('ANTHROPIC_AUTH_TOKEN', 'hello'))"
-    result = running.run(sys.executable, "-c", printing, ANTHROPIC_AUTH_TOKEN="the user's own")
+    running.script("codex", f"#!{sys.executable}\n{printing}").chmod(0o700)
+    result = running.run("./codex", ANTHROPIC_AUTH_TOKEN="the user's own")
 
     assert (result.returncode, result.stdout) == (0, "hello\n")
     assert running.recorded()[1].ending is Ending.NO_CALL
     assert "no_call: 0 LLM calls" in result.stderr
     assert "OPENAI_BASE_URL" in result.stderr
+    assert 'wire_api = "responses"' in result.stderr
     start, _, _ = result.stderr.partition("recording to")
     assert "its replies lack prompt_token_ids, token_ids, logprobs" in start
     assert "not trained on" in start

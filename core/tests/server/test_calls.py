@@ -52,7 +52,7 @@ async def test_only_the_clients_marker_makes_an_equal_request_a_retry_which_gets
     assert other.json()["id"] not in [reply.json()["id"] for reply in replies], "another body is another call"
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MAX_KEPT", 2), ("MAX_KEPT_BYTES", 2500)])
+@pytest.mark.parametrize(("limit", "value"), [("MAX_KEPT", 2), ("MAX_RETRIED", 2), ("MAX_KEPT_BYTES", 6500)])
 async def test_replies_are_kept_for_the_latest_calls(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:

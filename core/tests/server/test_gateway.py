@@ -17,10 +17,11 @@ import pytest
 from aiohttp import web
 from memory_store import MemoryStore
 
+from agl_core.apis.errors import ENGINE_FAILED
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.config.sections import GatewaySection, PassthroughSection
 from agl_core.server import Keys
-from agl_core.testing.scripts import Drop, Fail, Hold, Raw
+from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Step
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import served
 from agl_core.types import AttemptKey, Ending
@@ -139,14 +140,20 @@ async def test_context_overflow_is_recognised_and_counted(stack: Stack) -> None:
     assert (await stack.server.queue.done([key.rollout]))[0].ending is Ending.CONTEXT_OVERFLOW
 
 
-@pytest.mark.parametrize(("came_back", "ending"), [(False, Ending.LOST), (True, Ending.CRASHED)])
+DEAD_ENGINE = Fail(500, {"error": {"message": "vLLM cannot answer: EngineCore is dead", "code": ENGINE_FAILED}})
+
+
+@pytest.mark.parametrize(
+    ("failure", "came_back", "ending"),
+    [(Drop(), False, Ending.LOST), (Drop(), True, Ending.CRASHED), (DEAD_ENGINE, False, Ending.LOST)],
+)
 async def test_an_agent_that_broke_because_the_model_server_was_gone_is_lost(
-    stack: Stack, came_back: bool, ending: Ending
+    stack: Stack, failure: Step, came_back: bool, ending: Ending
 ) -> None:
     """It had acted, so its crash would be data; once a call is answered again, it is."""
     key = await stack.lease()
     await stack.client(key).chat.completions.create(**GOOD)
-    stack.upstream.script(Drop())
+    stack.upstream.script(failure)
     response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
     assert (response.status_code, error_of(response)["code"]) == (502, "upstream_gone")
     if came_back:

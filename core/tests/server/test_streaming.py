@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -437,3 +438,20 @@ async def test_a_tools_name_comes_before_its_arguments(stack: Stack) -> None:
         (block,) = (await stream.get_final_message()).content
     assert block.type == "tool_use"
     assert block.input == {"text": "x" * 400}
+
+
+def test_a_token_takes_little_memory_until_the_reply_ends() -> None:
+    entry = {"token": "word", "logprob": -0.25, "bytes": [119, 111, 114, 100], "top_logprobs": []}
+    choice = {"index": 0, "delta": {"content": "word "}, "logprobs": {"content": [entry]}, "token_ids": [70_000]}
+    chunk, tokens = json.dumps({"id": "x", "choices": [choice]}), 3000
+    completion = StreamedCompletion("x")
+    tracemalloc.start()
+    for _ in range(tokens):
+        completion.add(json.loads(chunk))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken / tokens < 300
+    (whole,) = read_reply(completion.whole(), {}, "x", logprobs=True).choices
+    assert whole.response_ids is not None
+    assert whole.logprobs is not None
+    assert (len(whole.response_ids), whole.logprobs.tolist()) == (tokens, [-0.25] * tokens)

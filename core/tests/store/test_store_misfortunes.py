@@ -21,7 +21,7 @@ import pytest
 
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.store import tables
-from agl_core.store.connections import is_written, log_of
+from agl_core.store.connections import is_written, lock_of, log_of
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.types import AttemptKey, Call
@@ -115,6 +115,10 @@ async def test_readers_are_let_in_beside_a_writer_and_a_second_writer_is_not(pat
             stored = {call.id: checksum(call) for call in await reader.calls(attempts_of(1))}
             assert confirmed.items() <= stored.items()
     assert is_written(path)
+    lock_of(path).rename(path.with_name("lock"))
+    with pytest.raises(StoreError, match="being written by another process"):
+        await SqliteStore(path).open()
+    path.with_name("lock").rename(lock_of(path))
     kill(child)
     assert not is_written(path)
     async with SqliteStore(path):

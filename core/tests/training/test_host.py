@@ -182,8 +182,10 @@ async def test_a_process_that_dies_is_noticed_at_once_with_the_end_of_its_log(
         await engine.stats()
     with pytest.raises(EngineError, match="lost during 'rollouts'"):
         engine.check()
-    known = await start_engine(update="die", log="RayError: no such luck\nand what follows it")
-    with pytest.raises(EngineError, match=r"exit code 9\)\. Try again\. Resume"):
+    known = await start_engine(update="die", log="RayError: no such luck" + "\nand what follows it" * 20)
+    with pytest.raises(
+        EngineError, match=r"exit code 9\)\. Try again\. Resume.*engine\.log:\nRayError: no such luck\n"
+    ):
         await update(known)
 
 

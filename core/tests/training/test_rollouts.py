@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memory_store import MemoryStore
 
 from agl_core.config.models import EvalSection
-from agl_core.errors import EngineError, PluginError
+from agl_core.errors import EngineError, PluginError, StoreError
 from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule
@@ -189,6 +189,17 @@ async def test_a_wait_that_is_too_long_is_told_again_and_again_and_goes_on() -> 
     assert "the trainer waits for the engine, which makes an update" in lines[2]
     assert [alarm.text for alarm in watch.take()] == lines
     assert watch.take() == []
+
+
+async def test_a_wait_for_workers_that_wait_for_the_store_ends_with_what_the_store_says() -> None:
+    idle = Activity(queued=1, running=0, waiting=0, finished=None, serving=True, attempts=[])
+    store, ends = MemoryStore(), asyncio.Event()
+    waiting = asyncio.create_task(StallWatch(0.05, lambda: idle, store).watched(ends.wait()))
+    await asyncio.sleep(0)
+    store.failure = StoreError("the disk is full")
+    with pytest.raises(StoreError, match="the disk is full"):
+        await waiting
+    assert await StallWatch(0.05, lambda: idle, store).watched(asyncio.sleep(0.1, "of earlier")) == "of earlier"
 
 
 class BlockedQueue(ScriptedQueue):

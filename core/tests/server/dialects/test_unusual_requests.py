@@ -13,9 +13,11 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from agl_core.capture.requests import HEADER_IGNORED
+from agl_core.learning.batch import left_out
+from agl_core.learning.health import answer, health_of
 from agl_core.testing.scripts import CallTools, Fail, Say
 from agl_core.testing.server import Stack, running_stack
-from agl_core.types import Mode
+from agl_core.types import DropReason, Mode
 
 from ..server_aids import HELLO, SMALLEST, client_of, closed, post_each, reply
 
@@ -78,6 +80,36 @@ async def test_a_session_of_codex_is_served_without_what_only_its_own_servers_kn
     function = {"name": "apply_patch", "arguments": '{"input":"*** Begin"}'}
     assert called["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
     assert (result["tool_call_id"], result["content"]) == ("c1", "Done")
+
+
+OPENCODE = "You are a title generator. You output ONLY a thread title. Nothing else."
+CLAUDE = (
+    "Generate a concise, sentence-case title (3-7 words) that captures the main topic or goal of this coding session."
+)
+AIDER = "You are an expert software engineer that generates concise, one-line Git commit messages based on the diffs."
+
+
+@pytest.mark.parametrize(
+    ("route", "change"),
+    [
+        ("chat/completions", {"messages": [{"role": "system", "content": OPENCODE}, *HELLO]}),
+        ("chat/completions", {"messages": [{"role": "system", "content": AIDER}, *HELLO]}),
+        ("messages", {"system": [{"type": "text", "text": text} for text in ("You are Claude Code.", CLAUDE)]}),
+        ("responses", {"instructions": OPENCODE}),
+    ],
+)
+async def test_what_a_program_asks_for_itself_is_housekeeping(stack: Stack, route: str, change: Any) -> None:
+    key = await stack.lease()
+    own = {"messages": [{"role": "system", "content": f"Do not say: {OPENCODE}"}, *HELLO]}
+    stack.upstream.script(Say("3"), Say("A title"))
+    await post_each(stack, f"{stack.url(key)}/chat/completions", [{**SMALLEST["chat/completions"], **own}])
+    await post_each(stack, f"{stack.url(key)}/{route}", [{**SMALLEST[route], **change}])
+    episode = await closed(stack, key)
+    main, housekeeping = episode.transitions
+    assert (main.agent, housekeeping.agent) == (None, "housekeeping")
+    assert [left_out(t, ["*"]) for t in episode.transitions] == [None, DropReason.UNTRAINED_AGENT]
+    assert left_out(housekeeping, ["house*", "housekeeping"]) is None
+    assert (answer(episode), health_of(episode).missing) == ("3", ())
 
 
 @pytest.mark.parametrize("stream", [False, True])
