@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -183,16 +183,20 @@ def count_values(text: bytes, limit: int) -> int:
     >>> count_values(b'[1, {"a,b": 2}]', 10), count_values(b'[1, {"a,b": 2}]', 3)
     (4, 3)
     """
-    most = int(_separators(np.frombuffer(text, np.uint8)).sum())
+    most = sum(int(_separators(piece).sum()) for piece in _pieces(text))
     if most <= limit:
         return most
-    unescaped, count, odd = text.replace(b"\\\\", b"").replace(b'\\"', b""), 0, 0
-    for start in range(0, len(unescaped), _PIECE):
-        piece = np.frombuffer(unescaped[start : start + _PIECE], np.uint8)
+    count, odd = 0, 0
+    for piece in _pieces(text.replace(b"\\\\", b"").replace(b'\\"', b"")):
         quotes = np.cumsum(piece == ord('"'), dtype=np.uint8) + np.uint8(odd)
         count += int((_separators(piece) & (quotes % 2 == 0)).sum())
         odd = int(quotes[-1]) % 2
     return count
+
+
+def _pieces(text: bytes) -> Iterator[NDArray[np.uint8]]:
+    whole = np.frombuffer(text, np.uint8)
+    return (whole[start : start + _PIECE] for start in range(0, len(whole), _PIECE))
 
 
 def _separators(text: NDArray[np.uint8]) -> NDArray[np.bool_]:
