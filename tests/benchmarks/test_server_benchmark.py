@@ -16,6 +16,7 @@ ROOT = HERE.parents[1]
 FIRST_COLUMNS = [
     "Calls of agents at once",
     "Streams of a second at once",
+    "Prompt tokens of a conversation of 20 turns, 8 at once",
     "A call of",
     "Rollouts in the store",
     "Shape",

@@ -95,7 +95,9 @@ class Answered:
         Only an SDK's own count of its retries makes a retry. Of several equal calls, a retry with count k claims the
         oldest one of those that were last tried with a smaller count, nearest to k, so that each keeps its own retries.
         """
-        equal = self._exchanges.get(("request", digest), ()) if count else ()
+        if not count:
+            return None
+        equal = self._exchanges.get(("request", digest), ())
         exchange = max((e for e in equal if e.tries < count), key=lambda e: e.tries, default=None)
         if exchange is not None:
             exchange.tries = count

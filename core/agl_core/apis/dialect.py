@@ -121,6 +121,8 @@ class ModelRequest:
 
     def notes(self, of_server: str | None) -> dict[str, str]:
         """Headers for the reply that say what was ignored, here and by the model server (`of_server`)."""
+        if not (self.ignored or of_server):
+            return {}
         own = quote(", ".join(sorted(self.ignored)), safe=", ")  # A name may be anything, and a header may not.
         notes = ", ".join(filter(None, (own, of_server)))[:_MAX_NOTE]
         return {HEADER_IGNORED: notes} if notes else {}

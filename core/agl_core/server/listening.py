@@ -273,7 +273,8 @@ class HeldBody:
     def add(self, weight: int) -> None:
         """ApiError if the attempt, or all requests, hold too much then."""
         self._weight += weight
-        self._weights.update({self.attempt: weight, None: weight})
+        for holder in {self.attempt, None}:
+            self._weights[holder] += weight
         if self.attempt is not None and self._weights[self.attempt] > MAX_HELD_OF_ATTEMPT:
             problem = "The requests of this attempt that are not answered yet are too large together"
             raise ApiError(429, f"{problem}: wait for replies.", code="too_much_in_flight", retry_after=5)

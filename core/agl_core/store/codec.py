@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, TypeAlias, TypeVar
 
@@ -255,10 +255,10 @@ class Pieces:
                 rest[name] = value
                 continue
             rest[name], lengths[name] = None, len(value)
-            text = f"{dump_json(value)[:-1]},"  # With the comma, a text begins with another's items or with none.
-            known = self._known((owner, name), text)
+            text = dump_json(value)
+            known = self._known((owner, name), text, ",]")
             known += [self._number(_key_of(item), item) for item in map(dump_json, value[len(known) :])]
-            self._keep((owner, name), text, known)
+            self._keep((owner, name), text[:-1], known)
             numbers += known
         return numbers, rest, lengths
 
@@ -272,11 +272,12 @@ class Pieces:
         self._keep(owner, tokens[:full], known)
         return known, tokens[full:]
 
-    def _known(self, owner: Hashable, data: Data) -> list[int]:
-        """The numbers of what the owner's latest data had too, if the new data begins with it."""
+    def _known(self, owner: Hashable, data: Data, after: Collection[Data] = ()) -> list[int]:
+        """The numbers of the owner's latest data, if the new data begins with it, and goes on with one of `after`."""
         latest, numbers = self._latest.pop(owner, ("", []))
         self._latest_size -= len(latest)
-        return [*numbers] if latest and data[: len(latest)] == latest else []
+        begins = latest and data.startswith(latest)  # type: ignore[arg-type]  # An owner's data are of one type.
+        return [*numbers] if begins and (not after or data[len(latest) : len(latest) + 1] in after) else []
 
     def _keep(self, owner: Hashable, data: Data, numbers: list[int]) -> None:
         self._latest[owner] = data, numbers

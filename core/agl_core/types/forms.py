@@ -29,6 +29,7 @@ _SURROGATES = re.compile(
 """An escaped surrogate pair; in its group, half of one."""
 _MAX_SURROGATES, _MAX_BACKSLASHES = 100_000, 1000
 """Escapes of surrogates in one text that are looked at, and backslashes before each: more are no client's mistake."""
+_LONG = 32 << 10
 _MAX_WRITABLE_DEPTH = 250
 """Levels of nesting that orjson writes in any case."""
 _PIECE = 1 << 20
@@ -169,7 +170,8 @@ def parse_json(text: bytes | bytearray | str) -> Any:
         whole = without_halves(text if isinstance(text, str) else text.decode(errors="surrogateescape"))
         value = orjson.loads(whole)
     braces, brackets = ("{", "[") if isinstance(text, str) else (b"{", b"[")
-    if text.count(braces) + text.count(brackets) > _MAX_WRITABLE_DEPTH:  # type: ignore[arg-type]
+    # Counting takes longer than writing where most of a long text are strings.
+    if len(text) > _LONG or text.count(braces) + text.count(brackets) > _MAX_WRITABLE_DEPTH:  # type: ignore[arg-type]
         try:
             orjson.dumps(value)
         except orjson.JSONEncodeError as error:
@@ -183,13 +185,13 @@ def count_values(text: bytes, limit: int) -> int:
     >>> count_values(b'[1, {"a,b": 2}]', 10), count_values(b'[1, {"a,b": 2}]', 3)
     (4, 3)
     """
-    most = sum(int(_separators(piece).sum()) for piece in _pieces(text))
+    most = sum(int(np.count_nonzero(_separators(piece))) for piece in _pieces(text))
     if most <= limit:
         return most
     count, odd = 0, 0
     for piece in _pieces(text.replace(b"\\\\", b"").replace(b'\\"', b"")):
         quotes = np.cumsum(piece == ord('"'), dtype=np.uint8) + np.uint8(odd)
-        count += int((_separators(piece) & (quotes % 2 == 0)).sum())
+        count += int(np.count_nonzero(_separators(piece) & (quotes % 2 == 0)))
         odd = int(quotes[-1]) % 2
     return count
 
