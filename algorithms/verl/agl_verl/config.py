@@ -112,9 +112,7 @@ DECIDED = {
     "[policies.NAME.optimizer] learning_rate": (f"{ACTOR}.optim.lr",),
     "[algorithm.ppo] critic_learning_rate": ("critic.optim.lr",),
     "[algorithm] name": ("critic.enable",),
-    "[policies.NAME.model.lora]": tuple(
-        f"{model}.{key}" for model in (MODEL, f"{CRITIC}.model") for key in ("lora", "target_modules")
-    ),
+    "[policies.NAME.model.lora]": (f"{MODEL}.lora", f"{MODEL}.target_", "critic.model.lora", "critic.model.target_"),
     "[sampling]": (f"{ROLLOUT}.temperature", f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"),
     "[agent]": (f"{ROLLOUT}.agent", f"{ROLLOUT}.multi_turn"),
     "nothing: agl's gateway needs vLLM's servers": (f"{ROLLOUT}.name",),

@@ -38,6 +38,8 @@ OVERRIDDEN = {
     "lora_as_adapter",
     "verl.utils.vllm:TensorLoRARequest": "",
     "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens": "serve_tokens",
+    "vllm.exceptions:VLLMServerError": "",
+    "vllm.v1.engine.async_llm:AsyncLLM": "errored",
     "verl.plugin.platform.platform_manager:PlatformRegistry": "register",
     "verl.utils.distributed:initialize_global_process_group_ray": "",
     "verl.utils.fsdp_utils:CPUOffloadPolicy": "",
