@@ -116,8 +116,8 @@ class ToolFormat(abc.ABC):
                 errors.append(str(error))
             pieces += [malformed.strip(), outside.strip()]
         errors += filter(None, map(self.fault, pieces))
-        error = errors[0] if errors else None
-        return Parsed("\n".join(filter(None, pieces)), tuple(calls), error) if calls else Parsed(text, error=error)
+        first = errors[0] if errors else None
+        return Parsed("\n".join(filter(None, pieces)), tuple(calls), first) if calls else Parsed(text, error=first)
 
     def _read(self, body: str, tools: Tools) -> tuple[str, Iterable[ToolCall]]:
         """The calls in the text of one, and what stands before it that was begun as a call and not ended."""

@@ -409,7 +409,7 @@ class StreamedCompletion:
             message = {"role": "assistant", "content": None if message else "", **message}
             own: dict[str, Any] = {"finish_reason": "abort", **choice, "message": message}
             if index in self._logprobs:
-                own["logprobs"] = {"content": orjson.Fragment(b"[%b]" % self._logprobs[index][:-1])}
+                own["logprobs"] = {"content": orjson.Fragment(b"[" + self._logprobs[index][:-1] + b"]")}
             if index in self._ids:
                 own["token_ids"] = self._ids[index].tolist()
             choices.append(own)
