@@ -112,6 +112,7 @@ CALL: Mapping[str, Faults] = {
     "late": ((True, GONE),),
     "undelivered": ((True, DropReason.UNDELIVERED),),
     "stamped": ((False, TRAINED),),
+    "ignored": ((("a", ""), TRAINED),),
     "state": (({}, TRAINED), ({"plan": "x" * 100_000}, TRAINED), ({"": [None, {"a": {}}]}, TRAINED)),
 }
 CHOICE: Mapping[str, Faults] = {
@@ -151,6 +152,7 @@ CHOICE: Mapping[str, Faults] = {
         (np.ones(4, np.int32), REFUSED),
     ),
     "parse_error": harmless,
+    "lacks_ids": ((True, DropReason.INCOMPLETE_IDS),),
 }
 TOOL_RESULT: Mapping[str, Faults] = {
     "id": (("", TRAINED), ("r1-o", TRAINED)),
