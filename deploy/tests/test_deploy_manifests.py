@@ -193,7 +193,7 @@ def test_there_are_as_many_workers_as_rollouts_under_way_want(chosen: LoadedConf
     config = chosen.config
     rollouts = config.train.groups_per_step * (config.asynchronous.max_staleness + 1) * config.train.group_size
     assert named("Deployment", "agl-worker")["spec"]["replicas"] * config.workers.concurrency == rollouts
-    assert not config.workers.embedded
+    assert config.workers.processes == 0
 
 
 def test_the_job_has_the_gpus_that_its_configuration_asks_for(chosen: LoadedConfig) -> None:

@@ -136,9 +136,11 @@ import psutil
 async def solve(task, context):
     if not Path("killed").exists():
         Path("killed").touch()
-        for child in psutil.Process().children():
-            if "agl_torch.process" in child.cmdline():
-                child.kill()
+        here = psutil.Process()
+        for process in (here, *here.parents()[:2]):  # The trainer's process is this one, or starts those of workers.
+            for child in process.children():
+                if "agl_torch.process" in child.cmdline():
+                    child.kill()
     async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0) as client:
         reply = await client.chat.completions.create(model="default", messages=[{"role": "user", "content": task}])
     return reply.choices[0].message.content

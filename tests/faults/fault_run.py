@@ -279,7 +279,7 @@ def _configuration(root: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
         "sampling": {"max_tokens": 400},
         "train": {"steps": FOR_EVER, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 1, "patience": 0},
         "eval": {"tasks": 2, "modes": ["eval-greedy"], "every": 5},
-        "workers": {"embedded": False, "timeout": 30.0, "attempts": 30},
+        "workers": {"processes": 0, "timeout": 30.0, "attempts": 30},
         "server": {"lease": 3.0},
         "rewards": {"parity": {}},
         "algorithm": {"name": "none"},

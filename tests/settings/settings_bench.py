@@ -107,7 +107,7 @@ class Bench:
             "sampling": {"max_tokens": 64},
             "train": {"steps": 2, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 100, "patience": 0},
             "eval": {"tasks": 2, "modes": ["eval-greedy"], "every": 100},
-            "workers": {"concurrency": 8, "timeout": 30.0, "attempts": 1},
+            "workers": {"processes": 1, "concurrency": 8, "timeout": 30.0, "attempts": 1},
             "rewards": {"exact_match": {}},
             "algorithm": {"name": "grpo"},
             "engine": {"name": "scripted", "torch": {"cache_mib": 16, "threads": 1}},

@@ -149,7 +149,7 @@ async def has_a_worker(bench: Bench, given: Given) -> bool:
     loaded = bench.load(given)
     run_dir = new_run_dir(loaded)
     async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Observer()) as session:
-        return session.worker is not None
+        return session.workers is not None
 
 
 async def shows_pages_there(bench: Bench, given: Given) -> bool:
@@ -200,7 +200,7 @@ IN_FLIGHT, KEPT = (
 SYSTEM = ran(lambda run: sorted({request["messages"][0]["content"] for request in run.seen["requests"]}))
 PLACE, GROUPS, EVALUATIONS = serving(served_at), ran(groups_and_rollouts), ran(evaluations)
 CHECKPOINTS, REWARDS, FILES, ENDINGS = ran(checkpoints), ran(rewards), ran(files), ran(endings)
-APART: Given = {"workers.embedded": False}
+APART: Given = {"workers.processes": 0}
 TORCH: Given = {"plugins": [], "engine.name": "torch"}
 SECOND: Given = {"policies.second.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}
 LORA: Given = {"policies.default.model.lora": {"rank": 4}}
@@ -323,7 +323,7 @@ EFFECTS: Mapping[str, Effect] = {
     "eval.tasks": Effect(EVALUATIONS, {"eval.tasks": 3}),
     "eval.modes": Effect(EVALUATIONS, {"eval.modes": ["eval-sampled"]}),
     "workers.concurrency": Effect(ran(most_at_once), {"workers.concurrency": 1}),
-    "workers.embedded": Effect(has_a_worker, {"workers.embedded": False}),
+    "workers.processes": Effect(has_a_worker, {"workers.processes": 0}),
     "workers.isolation": Effect(
         ran(lambda run: len({attempt.result for attempt in run.attempts})),
         {"workers.isolation": "process"},

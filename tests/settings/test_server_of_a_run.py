@@ -40,7 +40,7 @@ def files(folder: Path) -> list[Path]:
 async def test_what_a_run_writes_is_for_its_owner_alone(bench: Bench) -> None:
     before = os.umask(0)
     try:
-        loaded = bench.load({"seed": 4, "train.checkpoint_every": 1, "workers.embedded": False})
+        loaded = bench.load({"seed": 4, "train.checkpoint_every": 1, "workers.processes": 0})
         folder = new_run_dir(loaded)
         async with local_server(loaded, folder) as server, open_session(loaded, folder, server, Observer()):
             serving = modes(folder)
@@ -79,7 +79,7 @@ async def test_it_does_not_listen_elsewhere_without_a_key_and_says_so_before_any
 async def test_with_a_key_it_does(bench: Bench, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKER_KEY, "chosen-by-me")
     monkeypatch.setenv(OPERATOR_KEY, "chosen-too")
-    loaded = bench.load({"server.host": "0.0.0.0", "workers.embedded": False})
+    loaded = bench.load({"server.host": "0.0.0.0", "workers.processes": 0})
     async with (
         local_server(loaded, run_dir) as server,
         open_session(loaded, run_dir, server, Observer()),

@@ -149,7 +149,7 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
     from agl_core.training.run import local_server
     from agl_core.training.session import first_look, open_session
 
-    workers = loaded.config.workers.model_copy(update={"embedded": True})
+    workers = loaded.config.workers.model_copy(update={"processes": 1})
     here = replace(loaded, config=loaded.config.model_copy(update={"workers": workers}))
     observer = Observer()
     findings: list[Finding] = []

@@ -73,14 +73,14 @@ def train(
     does not begin. At the end it says what the run came to: learned, not yet, or cannot, and why. If no rollout
     finished, the exit status is 1.
 
-    Everything runs on this machine: the engine in a process of its own, server and workers in this one. The address
-    that is printed at the start shows the run in a browser. Ctrl-C stops the run and saves a checkpoint (exit status
-    130; 143 after SIGTERM). The run's folder holds the store, metrics.jsonl, checkpoints and summary.json.
+    Everything runs on this machine: the server in this process, the engine and the workers in processes of their own.
+    The address that is printed at the start shows the run in a browser. Ctrl-C stops the run and saves a checkpoint
+    (exit status 130; 143 after SIGTERM). The run's folder holds the store, metrics.jsonl, checkpoints and summary.json.
 
     --resume goes on with a run. From an earlier checkpoint (--resume calc@3, calc@best) it replaces what came
     later: later checkpoints and metrics are removed. What --set changes is listed, and holds from then on.
 
-    Workers may run on other machines too (`agl worker CONFIG --server URL`): with --set workers.embedded=false there is
+    Workers may run on other machines too (`agl worker CONFIG --server URL`): with --set workers.processes=0 there is
     none here. To be reached by them, give it an address of this machine (--set server.host=ADDRESS) and set
     AGL_WORKER_KEY here and there. What crosses the network is not encrypted.
     """

@@ -206,11 +206,14 @@ class WorkerSection(Section):
     concurrency: int | None = Field(
         None,
         ge=1,
-        description="Rollouts run at the same time, by each worker; absent: 128 as tasks, 32 as processes (see "
-        "`isolation`).",
+        description="Rollouts run at the same time, by the trainer's workers together and by each `agl worker`; "
+        "absent: 128 as tasks, 32 as processes (see `isolation`).",
     )
-    embedded: bool = Field(
-        True, description="Run a worker in the trainer's own process; false: leave all rollouts to `agl worker`."
+    processes: int | None = Field(
+        None,
+        ge=0,
+        description="Worker processes that `agl train` starts beside itself for an async agent; absent: one for each "
+        "core, at most 16. 1: the agent runs in the trainer's own process. 0: leave all rollouts to `agl worker`.",
     )
     isolation: Literal["auto", "process"] = Field(
         "auto",

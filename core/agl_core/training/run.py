@@ -126,7 +126,6 @@ async def train(
                 if stopped_by is None:
                     server.queue.close()
                     server.keys.write(run_dir / SERVER_FILE, server.base_url, begun=True, over=True)
-                worker = session.worker and session.worker.worker
                 return Summary(
                     run_dir=run_dir,
                     seed=config.seed,
@@ -135,7 +134,7 @@ async def train(
                     stopped_by=stopped_by,
                     checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
                     best=checkpoints.best(),
-                    problems=dict(worker.problems) if worker else {},
+                    problems=dict(session.workers.problems) if session.workers else {},
                     samples=source is not None or not isinstance(session.tasks["train"], RecordedTasks),
                 )
 

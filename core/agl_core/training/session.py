@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,8 @@ from agl_core.training.rollouts import Collector, Queue, scoring_rules
 from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run, Workload
 from agl_core.wire import SERVER_FILE
 from agl_core.worker.agent import agent_environment, client_variables
-from agl_core.worker.worker import WorkerThread, choose_runner
+from agl_core.worker.processes import WorkerProcesses
+from agl_core.worker.worker import WorkerThread, choose_runner, workers_beside
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Session:
     engine: Engine
     upstream: Upstream
     """Where the engine serves the policies."""
-    worker: WorkerThread | None
-    """None: the rollouts are left to workers elsewhere."""
+    workers: WorkerProcesses | WorkerThread | None
+    """Those on this machine; None: the rollouts are left to workers elsewhere."""
     collector: Collector
     evaluator: Evaluator
     tasks: Mapping[str, TaskSource]
@@ -83,7 +84,7 @@ async def open_session(
     resumed_step: int | None = None,
     own_engine: Engine | None = None,
 ) -> AsyncIterator[Session]:
-    """Begin a run's next restart on its server, start the engine and, unless workers are elsewhere, a worker.
+    """Begin a run's next restart on its server, start the engine and, unless workers are elsewhere, workers.
 
     `weights` is a checkpoint to start from; `resumed_step` its step, if training goes on from there. `own_engine`
     stands in for that of the configuration.
@@ -93,11 +94,16 @@ async def open_session(
     tasks, rules = task_sources(loaded), scoring_rules(loaded)
     source = tasks["train"]
     runner = None
-    if config.workers.embedded and config.agent is not None:
+    if config.workers.processes != 0 and config.agent is not None:
         with agent_environment(client_variables(server.base_url)):
             runner = await asyncio.to_thread(choose_runner, config, loaded.plugins, server.base_url)
     run = await begin_restart(server, config, run_dir, resumed_step)
     async with AsyncExitStack() as stack:
+        starting = None
+        if runner is not None:
+            beside = workers_beside(config, runner, server.base_url, server.worker_key)
+            starting = asyncio.create_task(beside)  # It takes about as long as the engine's start.
+            stack.push_async_callback(_stop, starting)
         observer.say("starting the engine")
         engine: Engine = own_engine or loaded.engine.build(engine_context(loaded, run_dir))
         stack.push_async_callback(engine.stop)
@@ -107,15 +113,13 @@ async def open_session(
             await engine.load(weights)
         server.serve(upstream, await engine.versions())
         stack.callback(server.relay.withdraw)
-        worker = None
-        if runner is not None:
+        workers = None
+        if starting is not None:
+            workers = await starting
             # Until the stack is closed, clients that agents make find the server.
             stack.enter_context(agent_environment(client_variables(server.base_url)))
-            worker = WorkerThread(
-                runner, base_url=server.base_url, worker_key=server.worker_key, concurrency=config.workers.concurrency
-            )
-            worker.start()
-            stack.push_async_callback(worker.stop)
+            stack.push_async_callback(workers.stop)
+            workers.begin()
         elif config.agent is not None:
             observer.say(f"leaving the rollouts to workers, which join with: agl worker {run_dir}")
         setting = config.alarms.get(AlarmName.STALL)
@@ -123,8 +127,8 @@ async def open_session(
 
         def check_health() -> None:
             engine.check()
-            if worker is not None and not worker.alive:
-                raise EngineError("The worker stopped unexpectedly; see the log above. The run can be resumed.")
+            if workers is not None and not workers.alive:
+                raise EngineError("The workers stopped unexpectedly; see the log above. The run can be resumed.")
 
         def collector(queue: Queue, rules: Sequence[ScoringRule]) -> Collector:
             hook = loaded.plugins.hook
@@ -149,7 +153,13 @@ async def open_session(
             )
             is_scored = bool(config.rewards) and not loaded.imitates and not source.has_preferences
             of_training = collector(queue, rules if is_scored else [ScoringRule("recorded", queue.reward)])
-        yield Session(server, run.id, run.restart, engine, upstream, worker, of_training, evaluator, tasks, stall)
+        yield Session(server, run.id, run.restart, engine, upstream, workers, of_training, evaluator, tasks, stall)
+
+
+async def _stop(starting: asyncio.Task[WorkerProcesses | WorkerThread]) -> None:
+    starting.cancel()
+    with suppress(asyncio.CancelledError):
+        await (await starting).stop()
 
 
 def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
@@ -289,7 +299,7 @@ async def first_look(session: Session, observer: Observer) -> Look:
             if failure is None or (until == 3 and (failure is not Ending.CRASHED or not are_answered)):
                 break
     fault = None if failure is None else await failures(session.server.store, episodes)
-    problems = session.worker.worker.problems if session.worker and session.worker.worker else {}
+    problems = session.workers.problems if session.workers else {}
     seen = [(episode.ending is Ending.FINISHED, _described(episode)) for episode in episodes]
     lacking = [Alarm.of(check, lack).text for check in (no_reward, no_result) if (lack := check(episodes)) is not None]
     seen += [(False, text) for text in (*lacking, *(f"problem: {problem}" for problem in problems))]

@@ -14,12 +14,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import orjson
 from pydantic import ValidationError
 
-from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, ServerError
 from agl_core.wire import (
     OPERATOR_KEY,
@@ -32,6 +32,9 @@ from agl_core.wire import (
     ServerFile,
     problem_of_key,
 )
+
+if TYPE_CHECKING:  # It takes long to import, and no process of an agent needs it.
+    from agl_core.config.models import RunConfig
 
 _TIMEOUT = httpx.Timeout(30, read=90)
 _URL = re.compile(r"https?://[^\s/]+")

@@ -14,7 +14,8 @@ forker adopts what such a process leaves behind. Elsewhere the process group is 
 
 A forked process gets its job as one line over the first of its file descriptors. It calls the agent, sends
 `{"tool_result": …}`, `{"reward": …}` and `{"problem": …}` as they happen, and at last
-`{"ended": {"ending", "result", "error"}}`. Or it becomes a command, and sends `{"failed": reason}` if it cannot.
+`{"ended": {"ending", "result", "error"}}`. Or it becomes a command, and sends `{"failed": reason}` if it cannot. Or it
+is a worker beside the trainer, whose attempts of an async agent are tasks, and sends `{"log": …}` and `{"problem": …}`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import atexit
 import contextlib
 import gc
 import json
+import logging
 import math
 import os
 import resource
@@ -46,8 +48,18 @@ from agl_core.errors import AglError
 from agl_core.plugins import Plugins
 from agl_core.sandbox_process import PR_SET_PDEATHSIG, fork, prctl
 from agl_core.wire import Assignment
-from agl_core.worker.agent import Agent, active_attempt, attempt_variables, crashed, finished, load_agent
+from agl_core.worker.agent import (
+    Agent,
+    TaskPerAttempt,
+    active_attempt,
+    attempt_variables,
+    crashed,
+    finished,
+    load_agent,
+)
+from agl_core.worker.client import LightningClient
 from agl_core.worker.processes import ProcessSetup
+from agl_core.worker.worker import Worker, until_signal
 
 _TERM_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -180,7 +192,7 @@ class _Forker:
         try:
             os.setsid()
             with contextlib.suppress(OSError):
-                prctl(_PR_SET_CHILD_SUBREAPER, 1)
+                prctl(_PR_SET_CHILD_SUBREAPER, int(not self._setup.workers))
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -193,6 +205,8 @@ class _Forker:
                 job = orjson.loads(lines.readline())
             if "command" in job:
                 _send(channel, {"failed": _execute(job, *files[1:])})
+            elif self._setup.workers:
+                _run_worker(self._setup, self._agent, job, channel)
             else:
                 _run_agent(self._setup, self._agent, job, channel)
         finally:
@@ -208,13 +222,17 @@ class _Forker:
         exited: list[tuple[socket.socket, int]] = []
         any_ended = False
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, any_ended = ended[0], True
+            while (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED))[0]:
+                pid = ended[0]
+                if os.WIFSTOPPED(ended[1]):  # A tool of an agent may have done it, and would hold up a worker.
+                    os.kill(pid, signal.SIGCONT)
+                    continue
+                any_ended = True
                 if pid in self._leashes:  # While its process group has others, no new one gets that number.
                     _signal_tree(pid, signal.SIGKILL)
                     exited.append((self._leashes.pop(pid), ended[1]))
                     self._kill_at.pop(pid, None)
-        if any_ended:
+        if exited or (any_ended and not self._setup.workers):  # What tools left lives as long as their worker.
             self._end_orphans()
         for leash, status in exited:
             _send(leash, {"exited": status})
@@ -242,12 +260,47 @@ def _execute(job: dict[str, Any], stdout: int, stderr: int) -> str:
         return f"the command could not be run ({error})"
 
 
+class _LogForwarder(logging.Handler):
+    """Sends what a worker logs to the run."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        super().__init__(logging.WARNING)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _send(self._channel, {"log": [record.name, record.levelno, self.format(record)]})
+
+
+def _run_worker(setup: ProcessSetup, agent: Agent | None, job: dict[str, Any], channel: socket.socket) -> None:
+    """Be a worker for the agent, imported here if it is None, until the run is over or this process is to end."""
+    if not logging.root.handlers:
+        logging.root.addHandler(_LogForwarder(channel))
+    _draw_anew()
+
+    async def work() -> signal.Signals | None:
+        async with LightningClient(job["base_url"], job["key"]) as client:
+            runner = TaskPerAttempt(agent or _load(setup))
+            worker = Worker(client, runner, concurrency=job["concurrency"])
+            worker.on_problem = lambda text: _send(channel, {"problem": text})
+            return await until_signal(worker.run())
+
+    try:
+        os._exit(0 if asyncio.run(work()) is None else 1)
+    except AglError as error:
+        _send(channel, {"failed": str(error)})
+
+
+def _draw_anew() -> None:
+    """Forks would draw the same numbers from numpy; Python itself takes care of `random`."""
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
 def _run_agent(setup: ProcessSetup, agent: Agent | None, job: dict[str, Any], channel: socket.socket) -> None:
     """Call the agent, imported here if it is None, and exit."""
     os.chdir(job["folder"])
-    numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is not None:  # Forks would draw the same numbers; Python itself takes care of `random`.
-        numpy_random.seed()
+    _draw_anew()
     assignment, base_url = Assignment.model_validate(job["assignment"]), job["base_url"]
     os.environ.update(attempt_variables(assignment, base_url))
     sending = threading.Lock()

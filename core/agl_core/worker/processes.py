@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from agl_core.errors import AgentError
 from agl_core.sandbox import launch
 from agl_core.types import Ending
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, Assignment
-from agl_core.worker.agent import Ended, client_variables
+from agl_core.worker.agent import OTHER_KEY, Ended, client_variables
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,9 @@ _MAX_MESSAGE = 2**26
 """Bytes of one message of an agent's process."""
 _START_TIMEOUT = 300.0
 """Seconds that importing the agent may take."""
+_RESTART_DELAY = 1.0
 _PING_EVERY = 2.0
-_ANSWER_TIMEOUT = 30.0
+_ANSWER_TIMEOUT = 15.0
 """Seconds for the forker to answer a ping, and to end with all that it started."""
 _ENDED = TypeAdapter(Ended)
 
@@ -59,6 +61,8 @@ class ProcessSetup:
     """Plugin files whose adapters, beside the installed ones, are attached; None: none are."""
     memory: int | None = None
     """Bytes that one process may ask for."""
+    workers: bool = False
+    """True if the processes are workers, each of which runs many attempts."""
     path: list[str] = field(default_factory=lambda: [folder for folder in sys.path if folder])
     """Where modules are found: the worker's `sys.path`."""
 
@@ -94,7 +98,7 @@ class ForkedProcesses:
 
     def __init__(self, setup: ProcessSetup, variables: Mapping[str, str], secrets: Collection[str] = ()) -> None:
         self._setup, self._variables = setup, dict(variables)
-        self._secrets = {WORKER_KEY, OPERATOR_KEY, *secrets}
+        self._secrets = {WORKER_KEY, OPERATOR_KEY, OTHER_KEY, *secrets}
         self._watching: asyncio.Task[None] | None = None
         self._control: socket.socket | None = None
         self._forker: subprocess.Popen[bytes] | None = None
@@ -188,22 +192,23 @@ class ForkedProcesses:
 
     async def _watch(self) -> None:
         """Let a forker go on that an agent's tool stopped, and end one that does not answer all the same."""
-        loop, control, forker = asyncio.get_running_loop(), self._control, self._forker
+        loop, control, forker, missed = asyncio.get_running_loop(), self._control, self._forker, 0
         assert control is not None
         assert forker is not None
-        try:
-            while True:
+        with contextlib.suppress(OSError):  # It was ended here.
+            while missed < 2:  # An event loop that stood still may miss one.
                 forker.send_signal(signal.SIGCONT)
-                async with asyncio.timeout(_ANSWER_TIMEOUT):
-                    await loop.sock_sendall(control, b"?")
-                    if not await loop.sock_recv(control, 1):
-                        return
-                await asyncio.sleep(_PING_EVERY)
-        except TimeoutError:
+                try:
+                    async with asyncio.timeout(_ANSWER_TIMEOUT):
+                        await loop.sock_sendall(control, b"?")
+                        if not await loop.sock_recv(control, 1):
+                            return
+                    missed = 0
+                    await asyncio.sleep(_PING_EVERY)
+                except TimeoutError:
+                    missed += 1
             logger.warning("The process that starts agents does not answer: it is ended, and another one is started.")
             forker.kill()
-        except OSError:
-            logger.debug("The process that starts agents is gone, or it was ended here.")
 
 
 async def _status(leash: socket.socket) -> int:
@@ -267,6 +272,78 @@ async def _ended(process: Process, recording: Recording) -> Ended:
         problem = f"{error.error_count()} fields are wrong" if isinstance(error, ValidationError) else error
         return Ended(Ending.CRASHED, error=f"what the agent's process sent cannot be read ({problem})")
     return Ended(Ending.CRASHED, error=f"the agent's process {fate(await process.exited)} before it had a result")
+
+
+class WorkerProcesses(ForkedProcesses):
+    """Workers of an async agent, each in a process of its own, so that agents do not share the trainer's interpreter.
+
+    One that ends before the run is over is replaced; what it ran is tried again once the server misses its heartbeats.
+    """
+
+    def __init__(
+        self,
+        setup: ProcessSetup,
+        base_url: str,
+        worker_key: str,
+        *,
+        concurrency: Sequence[int],
+        secrets: Collection[str] = (),
+    ) -> None:
+        """`concurrency` has the rollouts of each worker at the same time."""
+        super().__init__(setup, client_variables(base_url), secrets)
+        self.problems: Counter[str] = Counter()
+        """Failures of adapters, by message."""
+        self._jobs = [{"base_url": base_url, "key": worker_key, "concurrency": most} for most in concurrency]
+        self._working: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Import the agent and begin to work, in the background."""
+        self._working = asyncio.create_task(self._work())
+
+    @property
+    def alive(self) -> bool:
+        return self._working is not None and not self._working.done()
+
+    async def stop(self) -> None:
+        """Give back what runs and end all workers; calling it again changes nothing."""
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.wait({self._working})
+        await self.close()
+
+    async def _work(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for job in self._jobs:
+                    workers.create_task(self._keep(job))
+        except* AgentError as errors:
+            logger.error("The workers stopped. %s", errors.exceptions[0])
+
+    async def _keep(self, job: Mapping[str, Any]) -> None:
+        """Have a worker in a process until the run is over."""
+        while True:
+            try:
+                async with self.started() as process:
+                    process.send(job)
+                    async for message in process.messages():
+                        self._take(message)
+                    status = await process.exited
+                if status == 0:
+                    return
+                ended = fate(status)
+            except (ForkerGoneError, ValueError) as error:
+                ended = f"was lost ({error})"
+            logger.warning("A worker's process %s; another one is started.", ended)
+            await asyncio.sleep(_RESTART_DELAY)
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if "failed" in message:
+            raise AgentError(message["failed"])
+        if "log" in message:
+            name, level, text = message["log"]
+            logging.getLogger(name).log(level, "%s", text)
+        else:
+            self.problems[message["problem"]] += 1
 
 
 @contextlib.contextmanager

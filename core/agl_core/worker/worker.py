@@ -10,18 +10,18 @@ import random
 import shlex
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from agl_core.capture import Recording, attach, installed_adapters
 from agl_core.capture.recording import MAX_PROBLEMS
-from agl_core.config.models import RunConfig
-from agl_core.errors import AglError, ServerError
+from agl_core.errors import AgentError, AglError, ServerError
 from agl_core.plugins import Plugins
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import (
@@ -41,7 +41,10 @@ from agl_core.wire import (
 from agl_core.worker.agent import Ended, TaskPerAttempt, closing, load_agent
 from agl_core.worker.client import LightningClient, UnreachableError
 from agl_core.worker.commands import CommandPerAttempt
-from agl_core.worker.processes import ProcessPerAttempt
+from agl_core.worker.processes import ProcessPerAttempt, ProcessSetup, WorkerProcesses
+
+if TYPE_CHECKING:  # It takes long to import, and no process of an agent needs it.
+    from agl_core.config.models import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,10 @@ _BEFORE_FIRST_LEASE = 5.0
 _NOTICE = 0.5
 """Seconds to notice that an agent has ended by itself. A process that was stopped for a while learns several things at
 once: that time is up, that the lease is gone, and that the agent ended long before."""
+
+
+_MAX_PROCESSES = 16
+"""More would each have few of the rollouts that run at the same time."""
 
 
 class Runner(Protocol):
@@ -102,6 +109,37 @@ def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
     return ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=files, memory=memory, secrets=secrets)
 
 
+async def workers_beside(
+    config: RunConfig, runner: Runner, base_url: str, worker_key: str
+) -> WorkerProcesses | WorkerThread:
+    """Workers on the trainer's machine that can begin: processes for an async agent, as `workers.processes` says.
+
+    An agent with a process for each attempt, or a command, needs no more than a thread here. So does an agent that no
+    other process can import.
+    """
+    agent, workers = config.agent, config.workers
+    assert agent is not None
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    total = workers.concurrency or runner.default_concurrency
+    count = min(total, workers.processes or min(cores, _MAX_PROCESSES))
+    if count > 1 and isinstance(runner, TaskPerAttempt):
+        plugins = [str(file) for file in config.plugin_files] if agent.attach else None
+        processes = WorkerProcesses(
+            ProcessSetup(str(config.folder), agent.entry, plugins, workers=True),
+            base_url,
+            worker_key,
+            concurrency=[len(range(number, total, count)) for number in range(count)],
+            secrets=config.secret_variables(os.environ),
+        )
+        try:
+            await processes.start()
+        except AgentError as error:
+            logger.warning("The agent runs in the trainer's process. %s", error)
+        else:
+            return processes
+    return WorkerThread(runner, base_url=base_url, worker_key=worker_key, concurrency=workers.concurrency)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _RunningAttempt:
     """An attempt that a worker leased and runs."""
@@ -133,6 +171,7 @@ class Worker:
         """How attempts ended, as reported to the server."""
         self.problems: Counter[str] = Counter()
         """Failures of adapters, by message."""
+        self.on_problem: Callable[[str], None] = lambda text: None
         self._client, self._runner, self._concurrency, self._moved = client, runner, concurrency, moved
         self._running: dict[AttemptKey, _RunningAttempt] = {}
         self._stopped = asyncio.Event()
@@ -249,8 +288,10 @@ class Worker:
             raise
         if ended is not None:
             request = closing(ended, recording)
-            kept = len(self.problems) < MAX_PROBLEMS
-            self.problems.update(text for text in recording.problems if kept or text in self.problems)
+            for text in recording.problems:
+                if len(self.problems) < MAX_PROBLEMS or text in self.problems:
+                    self.problems[text] += 1
+                    self.on_problem(text)
             await self._report(lease, request)
 
     async def _executed(self, lease: Lease, recording: Recording, lost: asyncio.Future[None]) -> Ended | None:
@@ -373,7 +414,7 @@ class WorkerThread:
         self._task: asyncio.Task[None] | None = None
         self.worker: Worker | None = None
 
-    def start(self) -> None:
+    def begin(self) -> None:
         self._thread.start()
 
     def _main(self) -> None:
@@ -395,11 +436,19 @@ class WorkerThread:
             await self.worker.run()
 
     @property
+    def problems(self) -> Mapping[str, int]:
+        """Failures of adapters, by message."""
+        return self.worker.problems if self.worker else {}
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
     async def stop(self, timeout: float = 10.0) -> None:
         """Cancel what runs and wait for the thread; calling it again changes nothing."""
+        if self._thread.ident is None:  # It never began.
+            self._loop.close()
+            return
         if self._thread.is_alive() and self._task is not None:
             self._loop.call_soon_threadsafe(self._task.cancel)
         await asyncio.to_thread(self._thread.join, timeout)

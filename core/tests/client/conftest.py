@@ -49,7 +49,7 @@ class Workplace:
             worker_key=self.stack.server.worker_key,
             concurrency=concurrency,
         )
-        worker.start()
+        worker.begin()
         self.workers.append(worker)
         return worker
 

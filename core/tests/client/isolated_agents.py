@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import logging
 import os
 import random
 import signal
@@ -43,6 +45,20 @@ async def solve_async(task: Any) -> Any:
     async with openai.AsyncOpenAI() as client:
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": task["does"]}])
     return os.getpid()
+
+
+async def meet(file: str) -> Any:
+    """Wait, in the first attempt, until the test says to go on; tell the process and its keys."""
+    import openai
+
+    async with openai.AsyncOpenAI() as client:
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    with open(file, "a") as pids:  # noqa: ASYNC230
+        pids.write(f"{os.getpid()}\n")
+    logging.getLogger("an.agent").warning("%s met", os.getpid())
+    while "go" not in os.listdir(os.path.dirname(file)):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return {"pid": os.getpid(), "keys": tell()["keys"]}
 
 
 def tell() -> Any:

@@ -18,12 +18,15 @@ import pytest
 from running_servers import run_worker
 
 from agl_core.capture import Recording
+from agl_core.config.models import AgentSection, UntrainedConfig, WorkerSection
 from agl_core.errors import AgentError
+from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.testing.server import running_stack, until
 from agl_core.types import Ending, Task, ToolStatus
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, LeaseRequest
 from agl_core.worker.processes import ProcessPerAttempt
+from agl_core.worker.worker import choose_runner, workers_beside
 
 HERE = Path(__file__).parent
 AGL = Path(sys.executable).with_name("agl")
@@ -235,6 +238,43 @@ async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_can
     assert (await running).result == "late"
     assert not agent.is_running()
     await runner.close()
+
+
+@pytest.mark.parametrize("workplace", [{"lease": 2.0, "attempts": 2}], indirect=True)
+@pytest.mark.parametrize("number", [None, signal.SIGKILL, signal.SIGSTOP])
+async def test_workers_beside_the_trainer_are_processes_that_nothing_ends_for_good(
+    workplace: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: Any
+) -> None:
+    """They have no key but those of their attempts, and what they log is logged here."""
+    monkeypatch.setenv("WANDB_API_KEY", "not for agents")
+    config = UntrainedConfig(
+        config_version=1,
+        folder=HERE,
+        agent=AgentSection(entry="isolated_agents:meet"),
+        workers=WorkerSection(processes=3, concurrency=2),
+        trackers={"wandb": {}},
+    )
+    server, file = workplace.stack.server, tmp_path / "met"
+    runner = choose_runner(config, Plugins(), server.base_url)
+    workers = await workers_beside(config, runner, server.base_url, server.worker_key)
+    workers.begin()
+    finishing = asyncio.create_task(workplace.finish(workers, [str(file)] * 2))
+    await until(lambda: len(noted(file)) == 2)
+    first = noted(file)
+    if number is not None:
+        for pid in first:
+            os.kill(pid, number)
+    file.with_name("go").touch()
+    ended = await finishing
+    assert [rollout.ending for rollout, _ in ended.values()] == [Ending.FINISHED] * 2
+    pids = {attempt.result["pid"] for _, attempt in ended.values()}
+    was_killed = number == signal.SIGKILL
+    assert len({*first, os.getpid()}) == 3
+    assert pids.isdisjoint(first) if was_killed else pids == {*first}
+    assert [attempt.result["keys"] for _, attempt in ended.values()] == [[]] * 2
+    assert {attempt.attempt for _, attempt in ended.values()} == {int(was_killed)}
+    assert {f"{pid} met" for pid in first} <= set(caplog.messages)
+    assert not any(map(is_alive, pids))
 
 
 @contextlib.contextmanager

@@ -310,7 +310,7 @@ async def test_many_tool_results_are_all_recorded_the_large_ones_cut(workplace: 
     assert all(result.result.endswith(" more characters)") for result in large)
     rewards = await workplace.stack.store.rewards([attempt.key])
     assert [reward.value for reward in rewards] == [0.5], "a number that is returned is a result"
-    assert any("the largest values were cut" in problem for problem in worker.worker.problems)
+    assert any("the largest values were cut" in problem for problem in worker.problems)
 
 
 async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read() -> None:
