@@ -23,6 +23,8 @@ _OPENAIS_WORDS = frozenset({"stop", "length", "tool_calls", "function_call", "co
 _TEXTS = frozenset({"content", "reasoning_content", "reasoning", "refusal"})
 """Fields of a message that come in pieces."""
 _PROMPT_IDS = b'"prompt_token_ids":'
+_LONG = 16 << 10
+"""Bytes of a reply up to which reading all of it takes less than looking what is new."""
 _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
 
 
@@ -107,6 +109,9 @@ class Reply:
         return Usage.read(self.completion.get("usage"), self.prompt_ids, sampled)
 
 
+_NO_TOKENS: Tokens = np.empty(0, np.int32)
+
+
 class PromptIds:
     """The prompt ids of an attempt's latest reply.
 
@@ -114,11 +119,11 @@ class PromptIds:
     """
 
     def __init__(self) -> None:
-        self._text, self._ids = b"", _tokens([])
+        self._text, self._ids = b"", _NO_TOKENS
 
     def parse(self, body: bytes) -> tuple[Any, Tokens | None]:
         """A reply's JSON, and its prompt ids."""
-        key = body.find(_PROMPT_IDS)
+        key = body.find(_PROMPT_IDS) if len(body) > _LONG else -1
         start = key + len(_PROMPT_IDS)
         start += body.startswith(b" ", start)
         if key >= 0 and body.startswith(b"[", start):

@@ -276,7 +276,7 @@ async def test_a_cut_reply_is_told_as_one(stack: Stack) -> None:
 
 def test_prompt_ids_are_read_alike_whatever_reply_came_before() -> None:
     def ids_of(prompt: str, earlier: PromptIds | None) -> list[int] | str | None:
-        field = {'a"prompt_token_ids': [9]} | ({"prompt_token_ids": "HERE"} if prompt else {})
+        field = {'a"prompt_token_ids': [9], "object": "long" * 5000} | ({"prompt_token_ids": "HERE"} if prompt else {})
         body = {**field, "choices": [{"message": {"content": '"prompt_token_ids": [5]', "prompt_token_ids": [6]}}]}
         try:
             read = read_reply(
