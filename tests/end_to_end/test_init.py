@@ -76,7 +76,8 @@ def test_from_an_agent_file_to_a_trained_agent(folder: Path, policy: str) -> Non
     assert "agent: async def solve in my_agent.py, which takes an object with question" in ended.stdout
     assert "framework: langchain_core" in ended.stdout
 
-    trained = in_a_process(folder, "train", "train.toml")
+    # The tiny policy hardly ever hits a sum; near ones count here, so that groups differ.
+    trained = in_a_process(folder, "train", "train.toml", "--set=rewards.numeric_match.tolerance=0.5")
     assert trained.returncode == 0, trained.stdout + trained.stderr
 
     lines = [json.loads(line) for line in (folder / "runs" / "my_agent" / "metrics.jsonl").read_text().splitlines()]
