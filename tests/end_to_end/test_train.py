@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agl_core.store.sqlite import SqliteStore
-from agl_core.training.checkpoints import read_state
 from agl_core.types import AttemptKey, Call, Mode, RolloutState
 
 from .conftest import ROOT, Records, recorded, write_run
@@ -218,7 +217,6 @@ def test_killed_in_the_middle_of_a_step_it_resumes_bit_for_bit(agl: Any) -> None
     assert expected.keys() == recovered.keys()
     assert [name for name in expected if not torch.equal(expected[name], recovered[name])] == []
     assert comparable(agl.metrics("killed")) == comparable(agl.metrics("whole"))
-    assert read_state(resumed).success == read_state(whole).success != {}
     assert any(line["update/grad_norm"] > 0 for line in agl.metrics("whole") if line["kind"] == "train")
     shown = agl.look("rollouts", agl.folder / "runs" / "killed", "--step=3", "--limit=40")
     assert "superseded" in shown
