@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agl_chat.api import create_app
 from agl_chat.backends import Generated, Request, Response, SampledToken
-from agl_core.apis.reply import StreamedCompletion
+from agl_core.apis.streamed import StreamedCompletion
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 

@@ -28,7 +28,7 @@ from agl_chat.backends import Request, SampledToken, VllmBackend
 from agl_chat.conversation import ChatText, load_text
 from agl_chat.front import make_front
 from agl_core.apis.errors import ApiError
-from agl_core.apis.reply import StreamedCompletion
+from agl_core.apis.streamed import StreamedCompletion
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.learning.transitions import grammar_of

@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from agl_core.apis.reply import StreamedCompletion
+from agl_core.apis.streamed import StreamedCompletion
 from agl_core.capture.requests import HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError

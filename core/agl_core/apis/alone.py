@@ -17,9 +17,10 @@ from agl_core.apis.answered import Answered
 from agl_core.apis.dialect import ChatCompletions, Completions, Dialect, housekeeping
 from agl_core.apis.errors import ApiError
 from agl_core.apis.messages import Messages
-from agl_core.apis.reply import Reply, StreamedCompletion, read_reply
+from agl_core.apis.reply import Reply, read_reply
 from agl_core.apis.responses import Responses
-from agl_core.apis.streams import LAST_EVENT, STREAM_TYPE, EventReader
+from agl_core.apis.streamed import LAST_EVENT, EventReader, StreamedCompletion
+from agl_core.apis.streams import STREAM_TYPE
 from agl_core.capture import AttemptContext, Recording, jsonable, report_problem, unpack_variables
 from agl_core.capture.requests import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_STATE, SentCall
 from agl_core.learning.rewards import AGENT_SOURCE

@@ -6,7 +6,6 @@ chunk ─▶ StreamedCompletion ─▶ deltas ─▶ Renderer ─▶ events of t
 
 from __future__ import annotations
 
-import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import orjson
 
 from agl_core.apis.errors import ApiError, openai_problem
-from agl_core.apis.reply import Delta, Reply, reasoning_of
+from agl_core.apis.reply import Reply, reasoning_of
+from agl_core.apis.streamed import LAST_EVENT, Delta
 from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
 
@@ -26,39 +26,9 @@ if TYPE_CHECKING:
     from agl_core.apis.dialect import ModelRequest
 
 STREAM_TYPE, STREAM_HEADERS = "text/event-stream", {"Cache-Control": "no-cache"}
-LAST_EVENT = b"[DONE]"
 _CHUNK_FIELDS = ("created", "system_fingerprint", "service_tier")
 
 Event: TypeAlias = Mapping[str, Json]
-
-
-class EventReader:
-    """Takes an event stream apart: the data of each event, whose lines may be several."""
-
-    def __init__(self) -> None:
-        self._rest = list[bytes]()
-        """Pieces of a line that has not ended."""
-        self._data = list[bytes]()
-
-    def feed(self, part: bytes) -> list[bytes]:
-        """The data of the events that end with this part of the stream."""
-        self._rest.append(part)
-        if b"\n" not in part:
-            return []
-        *lines, rest = b"".join(self._rest).split(b"\n")
-        self._rest, events = [rest], list[bytes]()
-        for line in lines:
-            line = line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r")
-            if line.startswith(b"data:"):
-                self._data.append(line[5:].strip())
-            elif not line and self._data:
-                events.append(b"\n".join(self._data))
-                self._data.clear()
-        return [event for event in events if event]
-
-    def end(self) -> list[bytes]:
-        """The data of an event that nothing but the end of the stream ends; one that is cut is none."""
-        return [event for event in self.feed(b"\n\n") if event.endswith((b"}", LAST_EVENT))]
 
 
 class Renderer(ABC):

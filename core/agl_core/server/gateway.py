@@ -26,7 +26,8 @@ from starlette.types import Send
 from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, retry_count
 from agl_core.apis.dialect import Dialect, ModelRequest, housekeeping, unsupported
 from agl_core.apis.errors import ApiError, as_answer, attempt_closed, rendered, stopping, store_failed
-from agl_core.apis.reply import Delta, Reply, StreamedCompletion, read_reply
+from agl_core.apis.reply import Reply, read_reply
+from agl_core.apis.streamed import Delta, StreamedCompletion
 from agl_core.apis.streams import STREAM_HEADERS, STREAM_TYPE, Event, Renderer
 from agl_core.capture import unpack_variables
 from agl_core.capture.requests import (

@@ -19,7 +19,7 @@ import orjson
 
 from agl_core.apis.errors import CONTEXT_OVERFLOW, ENGINE_FAILED, UPSTREAM_GONE, ApiError, no_upstream, read_error
 from agl_core.apis.reply import not_a_completion
-from agl_core.apis.streams import LAST_EVENT, EventReader
+from agl_core.apis.streamed import LAST_EVENT, EventReader
 from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
 from agl_core.config.models import PromptSection, SamplingSection
 from agl_core.protocols import Upstream

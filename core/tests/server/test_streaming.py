@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from agl_core.apis.reply import StreamedCompletion, read_reply
+from agl_core.apis.reply import read_reply
+from agl_core.apis.streamed import StreamedCompletion
 from agl_core.testing.scripts import CallTools, Drop, Fail, Hold, Raw, Say
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.testing.upstream import END_TOKEN, events_of

@@ -1,0 +1,228 @@
+"""Reading a reply as it comes: its events, and the chat completion that would have come whole."""
+
+from __future__ import annotations
+
+import codecs
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from agl_core.apis.reply import distinct_id, joined_content, not_a_completion, with_one_reasoning
+from agl_core.types import Json
+
+LAST_EVENT = b"[DONE]"
+_TEXTS = frozenset({"content", "reasoning_content", "reasoning", "refusal"})
+"""Fields of a message that come in pieces."""
+
+
+class EventReader:
+    """Takes an event stream apart: the data of each event, whose lines may be several."""
+
+    def __init__(self) -> None:
+        self._rest = list[bytes]()
+        """Pieces of a line that has not ended."""
+        self._data = list[bytes]()
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """The data of the events that end with this part of the stream."""
+        self._rest.append(part)
+        if b"\n" not in part:
+            return []
+        *lines, rest = b"".join(self._rest).split(b"\n")
+        self._rest, events = [rest], list[bytes]()
+        for line in lines:
+            line = line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].strip())
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+        return [event for event in events if event]
+
+    def end(self) -> list[bytes]:
+        """The data of an event that nothing but the end of the stream ends; one that is cut is none."""
+        return [event for event in self.feed(b"\n\n") if event.endswith((b"}", LAST_EVENT))]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Addition to one choice."""
+
+    index: int
+    message: Mapping[str, Any]
+    """Pieces of the message's texts, and of its `tool_calls`: each has its `index`, and id, type and name once."""
+    logprobs: Sequence[Mapping[str, Any]] = ()
+    token_ids: Any = ()
+    """Ids of these tokens; some may be of text that comes later."""
+
+
+class StreamedCompletion:
+    """A chat completion that comes in chunks.
+
+    Tool calls get the ids here that `read_reply` would give them, because the client sees them before.
+    """
+
+    def __init__(self, reply_id: str) -> None:
+        self.head: dict[str, Json] = {}
+        """The fields beside the choices, so far."""
+        self._choices: dict[int, dict[str, Any]] = {}
+        self._calls: dict[int, list[_StreamedCall]] = {}
+        """Of each choice."""
+        self._logprobs: dict[int, bytearray] = {}
+        self._ids: dict[int, array[int]] = {}
+        """Of each choice, written compactly: as objects each token would take a kilobyte until the reply's end."""
+        self._reply_id = reply_id
+
+    def add(self, chunk: Mapping[str, Any]) -> list[Delta]:
+        """Additions by one more chunk. ApiError 502 if it is none."""
+        try:
+            self.head.update({k: v for k, v in chunk.items() if k != "choices" and v is not None})
+            return [self._add(choice, choice.get("index", 0)) for choice in chunk.get("choices") or ()]
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            raise not_a_completion(error, repr(chunk).encode()) from error
+
+    def end(self) -> list[Delta]:
+        """Additions that no chunk made: calls that were waiting, and arguments of functions called without any."""
+        deltas = []
+        for index, calls in self._calls.items():
+            for call in calls:
+                if call.kind == "function" and not call.pieces:
+                    call.add("{}")
+            pieces = self._unsent(index, is_over=True)
+            deltas += [Delta(index, {"tool_calls": pieces})] if pieces else []
+        return deltas
+
+    def whole(self) -> bytes:
+        """The chat completion of all chunks. A response without a finish reason is one that was broken off."""
+        choices = []
+        for index, choice in sorted(self._choices.items()):
+            texts = {name: "".join(pieces) for name, pieces in choice["message"].items() if name in _TEXTS}
+            message = {**choice["message"], **texts}
+            if calls := self._calls.get(index):
+                message = {**message, "tool_calls": [call.whole() for call in calls]}
+            message = {"role": "assistant", "content": None if message else "", **message}
+            own: dict[str, Any] = {"finish_reason": "abort", **choice, "message": message}
+            if index in self._logprobs:
+                own["logprobs"] = {"content": orjson.Fragment(b"[" + self._logprobs[index][:-1] + b"]")}
+            if index in self._ids:
+                own["token_ids"] = self._ids[index].tolist()
+            choices.append(own)
+        # A copy, as it may be kept: orjson's own bytes take 4 to 8 KiB even where they are few.
+        return bytes(memoryview(orjson.dumps({**self.head, "object": "chat.completion", "choices": choices})))
+
+    def _add(self, choice: Mapping[str, Any], index: int) -> Delta:
+        is_first = index not in self._choices
+        whole = self._choices.setdefault(index, {"index": index, "message": {}})
+        delta = {name: value for name, value in (choice.get("delta") or {}).items() if value is not None}
+        if isinstance(delta.get("content"), list):
+            delta |= joined_content(delta["content"])
+        for piece in delta.pop("tool_calls", ()):
+            self._add_call(piece, index)
+        delta.pop("role", None)
+        delta = with_one_reasoning(delta)
+        for name, value in delta.items():
+            if name in _TEXTS and not isinstance(value, str):
+                raise TypeError(f"the {name} of a delta is no text")
+            if name not in _TEXTS:
+                whole["message"][name] = value
+            elif value:
+                whole["message"].setdefault(name, []).append(value)
+        logprobs, ids = (choice.get("logprobs") or {}).get("content"), choice.get("token_ids")
+        if logprobs is not None:
+            written = self._logprobs.setdefault(index, bytearray())
+            for entry in logprobs:
+                written += orjson.dumps(entry) + b","
+        if ids is not None:
+            self._ids.setdefault(index, array("q")).extend(ids)
+        added_up = {"delta", "logprobs", "token_ids"}
+        if whole.get("finish_reason") not in (None, "", "stop"):  # Some servers say `stop` behind `tool_calls`.
+            added_up.add("finish_reason")
+        whole.update({name: value for name, value in choice.items() if name not in added_up and value is not None})
+        message = {"role": "assistant", "content": None, **delta} if is_first else delta
+        if calls := self._unsent(index):
+            message["tool_calls"] = calls
+        return Delta(index, message, logprobs or (), ids or ())
+
+    def _add_call(self, piece: Mapping[str, Any], choice: int) -> None:
+        """Add a piece of a tool call to the call that it goes on with, or begin a new one.
+
+        Some servers leave the index out, or send 0 for each call: a name with a new id begins a call. An id alone does
+        not, as older vLLM makes one up for each piece.
+        """
+        calls = self._calls.setdefault(choice, [])
+        own_id, number, kind = piece.get("id"), piece.get("index"), piece.get("type") or "function"
+        name = (piece.get(kind) or {}).get("name")
+        call = next((call for call in reversed(calls) if call.goes_on(own_id, number, name)), None)
+        if call is None:
+            call = _StreamedCall(kind, number)
+            calls.append(call)
+        call.own_id = call.own_id or own_id
+        if name and not call.pieces and name != call.name:
+            call.name += name
+        text = (piece.get(call.kind) or {}).get(call.written) or ""
+        call.add(text if isinstance(text, str) else orjson.dumps(text).decode())
+
+    def _unsent(self, choice: int, *, is_over: bool = False) -> list[Mapping[str, Any]]:
+        """The client's pieces of tool calls: each call in its turn, with its whole name, and then what it adds."""
+        pieces = list[Mapping[str, Any]]()
+        calls = self._calls.get(choice, [])
+        for place, call in enumerate(calls):
+            if not call.name or not (call.id or call.pieces or is_over or call is not calls[-1]):
+                break  # The rest of its name may come.
+            text = "".join(call.unsent)
+            call.unsent.clear()
+            if call.id is None:
+                ids = [other.id for other in calls if other.id is not None]
+                call.id = distinct_id(call.own_id or f"call_{self._reply_id}_{choice}-{place}", ids)
+                pieces.append({"index": place, **call.whole()})
+            elif text:
+                pieces.append({"index": place, call.kind: {call.written: text}})
+        return pieces
+
+
+@dataclass(slots=True, eq=False)
+class _StreamedCall:
+    """A tool call that comes in pieces."""
+
+    kind: str
+    number: int | None
+    """The model server's index of it."""
+    own_id: str | None = None
+    """The model server's."""
+    id: str | None = None
+    """The client's, which has the call's name by then."""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """Of its arguments, or its input."""
+    unsent: list[str] = field(default_factory=list)
+    """The pieces that the client does not have."""
+
+    @property
+    def written(self) -> str:
+        """The field of its arguments."""
+        return "input" if self.kind == "custom" else "arguments"
+
+    def goes_on(self, own_id: str | None, number: int | None, name: str | None) -> bool:
+        """True if a piece with these is one of this call."""
+        if number not in (None, self.number):
+            return False
+        if own_id and self.own_id and (name or number is None):
+            return own_id == self.own_id
+        return number is not None or not name
+
+    def add(self, text: str) -> None:
+        """Add to its arguments."""
+        if text:
+            self.pieces.append(text)
+            self.unsent.append(text)
+
+    def whole(self) -> dict[str, Any]:
+        """As a message has it."""
+        return {
+            "id": self.id,
+            "type": self.kind,
+            self.kind: {"name": self.name or None, self.written: "".join(self.pieces)},
+        }
