@@ -83,7 +83,11 @@ async def test_the_judge_sees_what_rollouts_share_once_and_the_rest_of_each_unde
         ],
         [["returned", "Ann 7.5"]],
     ]
-    assert asked.labels != list(asked.material["rollouts"]), "the form does not say the order"
+    for _ in range(12):
+        await compared(endpoint.judge(make, "relative_judge"), group)
+    forms = [(asked.labels, list(asked.material["rollouts"])) for asked in map(Asked, endpoint.requests)]
+    assert len(forms) == 13
+    assert any(form != order for form, order in forms), "the form does not say the order"
     assert sorted(asked.labels) == list(asked.material["rollouts"])
 
 

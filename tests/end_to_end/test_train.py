@@ -217,7 +217,7 @@ def test_killed_in_the_middle_of_a_step_it_resumes_bit_for_bit(agl: Any) -> None
     assert expected.keys() == recovered.keys()
     assert [name for name in expected if not torch.equal(expected[name], recovered[name])] == []
     assert comparable(agl.metrics("killed")) == comparable(agl.metrics("whole"))
-    assert any(line["update/grad_norm"] > 0 for line in agl.metrics("whole") if line["kind"] == "train")
+    assert any(line.get("update/grad_norm", 0) > 0 for line in agl.metrics("whole"))
     shown = agl.look("rollouts", agl.folder / "runs" / "killed", "--step=3", "--limit=40")
     assert "superseded" in shown
 

@@ -112,7 +112,7 @@ CALL: Mapping[str, Faults] = {
     "late": ((True, GONE),),
     "undelivered": ((True, DropReason.UNDELIVERED),),
     "stamped": ((False, TRAINED),),
-    "ignored": ((("a", ""), TRAINED),),
+    "ignored": harmless,
     "state": (({}, TRAINED), ({"plan": "x" * 100_000}, TRAINED), ({"": [None, {"a": {}}]}, TRAINED)),
 }
 CHOICE: Mapping[str, Faults] = {

@@ -40,7 +40,7 @@ class Misnamed(Numbers):
 
 
 class Recorded(Numbers):
-    without_logprobs = False
+    without_logprobs = has_preferences = False
 
     def members(self, index: int) -> int:
         return 2
