@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 46060,
-    "files of the product": 238,
-    "lines of the core": 27330,
-    "lines of the core's largest room": 3770,
-    "lines of all Python": 107050,
+    "lines of the product": 47628,
+    "files of the product": 240,
+    "lines of the core": 28471,
+    "lines of the core's largest room": 3869,
+    "lines of all Python": 109808,
     "files that one call passes": 42,
     "folders that one call passes": 12,
-    "settings": 178,
+    "settings": 177,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""
