@@ -28,9 +28,9 @@ from .conftest import CALC, Agl, Command
 USERS, MOST_CALLS = 16, 4
 PAGE = (Path(__file__).parents[2] / "docs" / "deploy-and-learn.md").read_text()
 TABLES = "\n".join(table for table in re.findall(r"^```toml\n(.*?)^```$", PAGE, re.M | re.S) if "[learn" in table)
-"""What the page appends to the example's configuration."""
+"""The tables that the page appends to the example's configuration."""
 LEARN = re.findall(r"--set (\S+)", PAGE)
-"""What its command sets."""
+"""The settings of its command."""
 
 
 def configuration(folder: Path) -> Path:

@@ -42,7 +42,7 @@ _NANO = 1e-9
 _IDS = ("traceId", "spanId", "parentSpanId")
 _JSON, _PROTOBUF = "application/json", "application/x-protobuf"
 _MAX_SPANS, _MAX_KEPT = 10_000, 64 << 20
-"""Of one attempt, and the bytes of its tools' arguments and results."""
+"""Spans of one attempt, and the bytes of its tools' arguments and results."""
 _MAX_SPAN, _MAX_FIELDS = 4 << 20, 200_000
 """Bytes of one span, and fields around the spans of one export."""
 _LATE = (

@@ -319,7 +319,7 @@ class SpanTree:
         self._inner: dict[tuple[str, str], list[SeenSpan]] = {}
         """The spans directly below one, which may not be there yet."""
         self._lineages: dict[tuple[str, str], list[SeenSpan]] = {}
-        """Of spans that were looked at since spans were added last."""
+        """Lineages of spans that were looked at since spans were added last."""
 
     def __len__(self) -> int:
         return len(self._spans)

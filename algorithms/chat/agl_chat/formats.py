@@ -74,11 +74,11 @@ class ToolFormat(abc.ABC):
     ends: tuple[str, str, str]
     """How a call goes on after its arguments, or one that is JSON after itself; another one begins; the last ends."""
     pair: tuple[str, str] | None = None
-    """What stands before and after the value of an argument KEY; None where arguments are JSON."""
+    """The texts before and after the value of an argument KEY; None if arguments are JSON."""
     markers: tuple[str, ...] = ()
     """Texts around and in calls; they stay in a response even where a tokenizer calls them special."""
     marks: tuple[str, str] = ("", "")
-    """What stands before and after the text of a call; empty if there is no such mark."""
+    """The texts before and after a call; empty if there is no such mark."""
     id_length: int | None = None
     """Characters of a call's id, of which the last ones are shown; templates of this format refuse another length."""
 
@@ -132,7 +132,7 @@ class ToolFormat(abc.ABC):
         raise problem
 
     def fault(self, outside: str) -> str | None:
-        """What is wrong with a text outside of calls: it has a part of one."""
+        """The fault of a text outside of calls, which has a part of one; None if it has none."""
         return None
 
 
@@ -151,7 +151,7 @@ class Tagged(ToolFormat):
         return [*outside, text[after:]], bodies
 
     def find_end(self, text: str, start: int) -> int:
-        """Where the last mark of a call stands whose text begins here; -1 without one."""
+        """The position of the last mark of the call whose text begins here; -1 without one."""
         return text.find(self.marks[1], start)
 
     def fault(self, outside: str) -> str | None:

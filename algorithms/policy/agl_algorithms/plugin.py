@@ -318,7 +318,7 @@ ALGORITHMS: Mapping[str, tuple[str, type[AlgorithmOptions | DpoOptions]]] = {
 }
 """By name: the class in this package, and its settings, whose docstring begins with what the algorithm does."""
 _OFFLINE = ("dpo", "sft", "rft")
-"""Those whose loss has no log-probabilities of sampling."""
+"""Algorithms whose loss has no log-probabilities of sampling."""
 
 
 @hookimpl

@@ -81,7 +81,7 @@ class Answered:
         self._over: dict[Exchange, None] = {}
         """Those that are over, the oldest first."""
         self._retried: dict[Exchange, None] = {}
-        """Those of them that a retry may ask for again."""
+        """The ones that a retry may ask for again."""
         self._unindexed: dict[Exchange, None] = {}
         """Those with a reply by which they are not found yet."""
         self._recorded: list[Call] = []

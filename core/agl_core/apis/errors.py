@@ -51,7 +51,7 @@ class ApiError(ServerError):
 CONTEXT_OVERFLOW = "context_length_exceeded"
 """OpenAI's code; agent frameworks recognise it."""
 ENGINE_FAILED = "engine_error"
-"""The code of agl's own model servers where their engine cannot answer, whoever asks."""
+"""The error code of agl's own model servers when their engine cannot answer anybody."""
 UPSTREAM_GONE = "upstream_gone"
 """The model server cannot be reached, broke off its reply, lost its engine, or a proxy answers in its place."""
 

@@ -19,7 +19,7 @@ LEFT_OUT = frozenset(
 )
 """Tools that Codex offers by default and works without, and what of a session no model here can read."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Where the parts that are text have it."""
+"""The keys under which parts that are text have it."""
 _ITEM_ID = re.compile(r"(msg|rs|fc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})_([0-9]+)")
 """Kind of an item, its reply, and its number among those; a reply of a session is named after it."""
 

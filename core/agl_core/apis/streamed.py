@@ -73,7 +73,7 @@ class StreamedCompletion:
         """Of each choice."""
         self._logprobs: dict[int, bytearray] = {}
         self._ids: dict[int, array[int]] = {}
-        """Of each choice, written compactly: as objects each token would take a kilobyte until the reply's end."""
+        """By choice, written compactly: as objects each token would take a kilobyte until the reply's end."""
         self._reply_id = reply_id
 
     def add(self, chunk: Mapping[str, Any]) -> list[Delta]:

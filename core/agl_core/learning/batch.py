@@ -49,7 +49,7 @@ class PolicyCredit:
     kind: CreditKind
     """Rewards or returns, as the policy's algorithm reads its values."""
     weights: Mapping[str, float] | None = None
-    """Of the reward rules, if each named reward is normalised (`normalized`) before credit."""
+    """Weights of the reward rules, if each named reward is normalised (`normalized`) before credit."""
 
     @classmethod
     def planned(cls, plan: PolicyPlan, weights: Mapping[str, float]) -> PolicyCredit:

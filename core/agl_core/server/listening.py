@@ -263,7 +263,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class HeldBody:
-    """What one request's body weighs in memory, from its first byte until the request is answered."""
+    """The memory that one request's body takes, from its first byte until the request is answered."""
 
     def __init__(self, weights: Counter[AttemptKey | None]) -> None:
         self._weights, self._weight = weights, 0

@@ -47,7 +47,7 @@ class Session:
     upstream: Upstream
     """Where the engine serves the policies."""
     workers: WorkerProcesses | WorkerThread | None
-    """Those on this machine; None: the rollouts are left to workers elsewhere."""
+    """The workers on this machine; None: the rollouts are left to workers elsewhere."""
     collector: Collector
     evaluator: Evaluator
     tasks: Mapping[str, TaskSource]

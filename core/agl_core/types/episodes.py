@@ -160,7 +160,7 @@ def episode_return(episode: Episode) -> float:
 
 
 def scored_return(episode: Episode) -> float | None:
-    """What a run goes by when it says how good a rollout was: its return, or None if it was dropped unscored."""
+    """The number by which a run says how good a rollout was: its return, or None if it was dropped unscored."""
     return None if episode.terminal is None else episode_return(episode)
 
 

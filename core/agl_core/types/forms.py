@@ -202,7 +202,7 @@ def _pieces(text: bytes) -> Iterator[NDArray[np.uint8]]:
 
 
 def _separators(text: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Where values begin: at commas, braces and brackets."""
+    """The places at which values begin: commas, braces and brackets."""
     separators: NDArray[np.bool_] = (text == ord(",")) | (text | np.uint8(32) == ord("{"))
     return separators
 

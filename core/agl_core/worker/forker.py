@@ -107,7 +107,7 @@ def _load(setup: ProcessSetup) -> Agent:
 
 
 def _warm_up() -> None:
-    """Have the clients that the agent imported make a call here, to nobody.
+    """Have the clients that the agent imported make a call here, to a mock transport.
 
     A client imports and builds most of what it needs at its first call; each fork would do that again: 50 ms of CPU
     time for openai's, 30 more than LangChain needs itself.
