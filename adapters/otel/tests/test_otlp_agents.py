@@ -350,10 +350,10 @@ async def test_llama_index_with_openinference(intake: IntakeStack) -> None:
         ("c2", "weather", "error", "ValueError: no such city"),
         ("c3", "weather", "empty", RAN % ("", "Nowhere", "")),
         ("c5", "weather", "error", "TypeError: weather() got an unexpected keyword argument 'town'"),
-        # In LlamaIndex's own words, which agl-llama-index would bring here: it is uncertain.
+        # In LlamaIndex's own words, which agl-llama-index would bring here.
         ("c6", "missing", "ok", "Tool missing not found. Please select a tool that is available."),
         ("c7", "status", "error", "{'status': 'error', 'error_message': 'no city'}"),
     ]
-    assert seen(episode)[4][4] == "looks-like-error"
+    assert seen(episode)[4][4] == "ok"
     assert [result.adapter for result in episode.transitions[1].tool_results] == ["otel"]
     assert episode.unjoined == ()

@@ -23,7 +23,7 @@ from agl_core.plugins import Plugins
 from agl_core.types import Json, ToolStatus
 from agl_core.types.forms import parse_json
 
-UNCERTAIN = frozenset({"unknown", "looks-like-error", "ok"})
+UNCERTAIN = frozenset({"unknown", "ok"})
 """Rules that found nothing: a source that knows more of the tool call overrides them."""
 _TIMEOUT = re.compile(r"time[ds]?[\s_-]?out|deadline[\s_-]?exceeded", re.IGNORECASE)
 _HEAD = 200
@@ -170,43 +170,6 @@ def _exit_code(seen: Seen) -> int | None:
     return None if match is None else int(next(filter(None, match.groups())))
 
 
-_LOOKS_LIKE_ERROR = re.compile(
-    r"""
-    (?: errors? | failed | failure | exception | fatal | invalid | unable\ to | cannot | could\ n[o']t | couldn't
-      | no\ such | not\ found | (?: access | permission )\ denied | timed?[\ -]?outs?
-      | (?: integer\ | float\ )? (?: division | modulo )\ by\ zero | maximum\ recursion\ depth | math\ domain
-      | can\ only\ concatenate | unsupported\ operand | unhashable\ type | no\ module\ named | fetch\ failed
-      | (?: not\ enough | too\ many )\ values | \d+\ validation\ errors?\ for
-      | can't | pop\ from\ empty | bad\ operand | extra\ data:\ line | unconverted\ data | undefined\ is\ not
-      | object\ of\ type\ \S{1,60}\ (?: has\ no | is\ not ) | string\ indices | request\ failed
-      | (?: month | day | hour | minute | second | year )\ (?: must\ be\ in | is\ out\ of\ range )
-      | (?: the | this )\ operation\ was\ aborted | maximum\ call\ stack | local\ variable\ '[^'\n]{1,60}'\ referenced
-      | (?: (?: getaddrinfo | connect | read | write | spawn )\ )? (?-i: E(?: NOENT | ACCES | PERM | XIST | ISDIR
-      | NOTDIR | NOTFOUND | AI_AGAIN | CONN(?: REFUSED | RESET | ABORTED ) | TIMEDOUT | PIPE | HOSTUNREACH ) ) ) \b
-  | http\ [45]\d\d \s*\Z | (?: internal\ server\ error | bad\ gateway | service\ unavailable ) \s*\Z
-  | expected\ [^\n]{1,120},\ (?: got | not )\ \w | time\ data\ '[^\n]{1,200}\ does\ not\ match
-  | '[^'\n]{1,30}'\ (?: codec\ can't | was\ never\ closed ) | near\ "[^"\n]{1,100}":\ syntax
-  | \[Errno\ -?\d+\]
-  | (?: expecting | unexpected ) \b .{1,60} (?: :\ line\ \d+ | \bJSON\b )
-  | '[^'\n]{0,200}' \s*\Z
-  | (?: [^\n.;!?] | \.(?=\S) ){1,120}? \ (?:
-        (?: was\ | is\ )? not\ (?: found | defined | callable | iterable | subscriptable | a\ function
-          | available | allowed | permitted | supported | implemented | reachable )
-      | (?: does\ not | doesn't )\ exist | (?: index\ | is\ )? out\ of\ range | refused | unreachable | unavailable
-      | has\ no\ attribute\ '[^'\n]{1,200}' | missing\ \d+\ required\ [^\n]{1,300}
-      | got\ an\ unexpected\ keyword\ [^\n]{1,300} | takes\ [^\n]{1,40}\ positional\ [^\n]{1,300} )
-    (?: \s*\Z | [.!:;,] )
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
-"""Python's and JavaScript's own words in exceptions are among it: some frameworks send an exception's bare text."""
-
-
-def _looks_like_error(seen: Seen) -> str | None:
-    is_no_success = any(seen.fields.get(name) is False for name in ("success", "ok"))
-    return "" if is_no_success or seen.fields.get("errors") or _LOOKS_LIKE_ERROR.match(seen.text) else None
-
-
 def _is_timeout(error: BaseException) -> bool:
     # HTTP clients and subprocess have timeouts that are no TimeoutError; they are known by name, without their import.
     names = (kind.__name__ for kind in type(error).__mro__)
@@ -338,13 +301,6 @@ WORDS = (
         "fraction (a measurement)",
         ToolStatus.ERROR,
         _error_field,
-    ),
-    StatusRule(
-        "looks-like-error",
-        'no rule of a framework, but it may well be a failure: `Failed to open it`, `{"success": false}`, or the bare '
-        "text of an exception: `no such city`, `division by zero`, `'Bern'` (a missing key)",
-        ToolStatus.OK,
-        _looks_like_error,
     ),
     StatusRule("ok", "everything else", ToolStatus.OK, lambda seen: ""),
 )

@@ -394,8 +394,12 @@ def _completed(report: ToolResult, tool_call: ToolCall, shown: ToolResult | None
     )
     if shown is None:
         return report
-    has_looked = report.status_rule not in ("unknown", "looks-like-error")
-    if report.source in _FROM_ANYWHERE and has_looked and not has_failed(report) and has_failed(shown):
+    if (
+        report.source in _FROM_ANYWHERE
+        and report.status_rule != "unknown"
+        and not has_failed(report)
+        and has_failed(shown)
+    ):
         denied = replace(report, status=shown.status, status_rule=CONTRADICTED, source=shown.source)
         return replace(denied, result=None, error=shown.error)
     if report.status_rule not in UNCERTAIN or (report.status_rule != "unknown" and shown.status_rule in UNCERTAIN):

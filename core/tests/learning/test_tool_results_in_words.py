@@ -95,11 +95,11 @@ RULES = {
     "action path not found": ("error", "griptape"),
     "Tool 'nope' not found in registered tools": ("error", "mirascope"),
     "Error while decoding function arguments: '{' was never closed (<unknown>, line 1)": ("error", "agno"),
-    "Error while decoding is common": ("ok", "looks-like-error"),
+    "Error while decoding is common": ("ok", "ok"),
     "Model tried to call unavailable tool 'look'. Available tools: weather.": ("error", "vercel"),
     "Model tried to call unavailable tool 'look'. No tools are available.": ("error", "vercel"),
     'Invalid input for tool look: Type validation failed: Value: {"town":1}.': ("error", "vercel"),
-    "Invalid input for tools that cut": ("ok", "looks-like-error"),
+    "Invalid input for tools that cut": ("ok", "ok"),
     '{"error": "Invoking `look()` failed as no tool with that name is available."}': ("error", "error-field"),
     '{"status": "error", "error_message": "no city"}': ("error", "status-field"),
     "{'status': 'error', 'error_message': 'no city'}": ("error", "status-field"),
@@ -119,9 +119,9 @@ RULES = {
     '{"status": "error"}': ("error", "status-field"),
     '{"status": "success", "report": "sunny"}': ("ok", "ok"),
     '{"job": {"status": "error"}}': ("ok", "ok"),
-    "Failed to open the file": ("ok", "looks-like-error"),
-    "Errors were found": ("ok", "looks-like-error"),
-    '{"success": false, "reason": "no city"}': ("ok", "looks-like-error"),
+    "Failed to open the file": ("ok", "ok"),
+    "Errors were found": ("ok", "ok"),
+    '{"success": false, "reason": "no city"}': ("ok", "ok"),
     '{"success": true}': ("ok", "ok"),
     "sunny": ("ok", "ok"),
     CODEX.format(1): ("error", "exit-code"),
@@ -217,38 +217,3 @@ def test_a_long_text_is_judged_at_once(piece: str) -> None:
     message_status(text)
     message_status(f"{piece}{' ' * 1_000_000}x")
     assert time.process_time() - began < 2
-
-
-BARE = [
-    *("no such city", "No such city: Bern", "city not found", "'Bern'", "Bern is not available."),
-    *(
-        "division by zero",
-        "integer modulo by zero",
-        "list index out of range",
-        "could not convert string to float: 'a'",
-    ),
-    *("'NoneType' object has no attribute 'x'", "'int' object is not iterable", "name 'x' is not defined"),
-    *("[Errno 2] No such file or directory: 'x'", "[Errno 111] Connection refused", "No module named 'x'"),
-    *("look() missing 1 required positional argument: 'city'", "look() got an unexpected keyword argument 'town'"),
-    *("look() takes 1 positional argument but 2 were given", "unhashable type: 'list'", "math domain error"),
-    *("invalid literal for int() with base 10: 'a'", "unsupported operand type(s) for +: 'int' and 'str'"),
-    *("Expecting value: line 1 column 1 (char 0)", "not enough values to unpack (expected 2, got 1)"),
-    "1 validation error for look\ncity\n  Missing required argument [type=missing_argument, input_value=1]",
-    *("fetch failed", "x.map is not a function", "Cannot read properties of undefined (reading 'town')"),
-    """Unexpected token 'a', "abc" is not valid JSON""",
-    *("string indices must be integers, not 'str'", "object of type 'NoneType' has no len()", "pop from empty list"),
-    *("Object of type set is not JSON serializable", "expected str, bytes or os.PathLike object, not NoneType"),
-    *("can't multiply sequence by non-int of type 'float'", "bad operand type for unary -: 'str'"),
-    *("local variable 'x' referenced before assignment", "Extra data: line 1 column 5 (char 4)"),
-    *("time data 'x' does not match format '%Y'", "month must be in 1..12", "day is out of range for month"),
-    *("'utf-8' codec can't decode byte 0xff in position 0: invalid start byte", 'near "selec": syntax error'),
-    *("getaddrinfo ENOTFOUND api.example", "connect ECONNREFUSED 127.0.0.1:80", "ENOENT: no such file, open 'x'"),
-    *("Request failed with status code 404", "HTTP 500", "Internal Server Error", "This operation was aborted"),
-    *("Maximum call stack size exceeded", "undefined is not an object", "'(' was never closed (<unknown>, line 1)"),
-]
-"""Texts of exceptions as agno, Griptape, mirascope and the AI SDK send them: nothing says that they are no result."""
-
-
-@pytest.mark.parametrize("text", BARE)
-def test_the_bare_text_of_an_exception_is_uncertain(text: str) -> None:
-    assert message_status(text) == ("ok", "looks-like-error")
