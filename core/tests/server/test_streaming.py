@@ -13,16 +13,13 @@ import anthropic
 import httpx
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types.chat import ChatCompletionChunk
 
 from agl_core.apis.reply import read_reply
 from agl_core.apis.streamed import StreamedCompletion
 from agl_core.testing.scripts import CallTools, Drop, Fail, Hold, Raw, Say
 from agl_core.testing.server import Stack, running_stack, until
-from agl_core.testing.upstream import END_TOKEN, events_of
+from agl_core.testing.upstream import END_TOKEN
 from agl_core.types import AttemptKey, Ending, FinishReason
 from agl_core.wire import CloseRequest
 
@@ -393,39 +390,6 @@ async def test_unusual_streams_reach_every_client_and_come_back_as_one_message(
         echoed = stack.upstream.received[-1].body["messages"][1]
         assert (echoed.get("content") or "") == expected["content"]
         assert len(echoed.get("tool_calls") or ()) == len(expected["calls"])
-
-
-@given(st.data())
-def test_chunks_add_up_to_what_openais_client_makes_of_them(data: st.DataObject) -> None:
-    texts = st.text(min_size=1, max_size=40)
-    arguments = st.dictionaries(texts, texts, max_size=2)
-    message = {
-        "role": "assistant",
-        "content": data.draw(texts | st.none()),
-        "tool_calls": [
-            {"id": f"c{number}", "type": "function", "function": {"name": "add", "arguments": json.dumps(values)}}
-            for number, values in enumerate(data.draw(st.lists(arguments, max_size=3)))
-        ],
-    }
-    ids = data.draw(st.lists(st.integers(0, 9), max_size=9))
-    entries = [{"token": "t", "logprob": -1.0, "bytes": None, "top_logprobs": []} for _ in ids]
-    choice = {"message": message, "finish_reason": "stop", "token_ids": ids, "logprobs": {"content": entries}}
-    body = {"id": "x", "created": 1, "model": "m", "choices": [choice], "prompt_token_ids": [1]}
-    completion, state = StreamedCompletion("x"), ChatCompletionStreamState()
-    for chunk in chunks_of(events_of(body)):
-        completion.add(chunk)
-        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
-    assert completion.end() == []
-    ours, whole = (
-        read_reply(raw, {}, "x", logprobs=True).choices[0] for raw in (completion.whole(), json.dumps(body).encode())
-    )
-    theirs = state.get_final_completion().choices[0]
-    assert ours.message.get("content") == (theirs.message.content or (None if message["tool_calls"] else ""))
-    assert [call["function"]["arguments"] for call in ours.message.get("tool_calls", ())] == [
-        call.function.arguments for call in theirs.message.tool_calls or () if call.type == "function"
-    ]
-    assert ours.response_ids.tolist() == whole.response_ids.tolist()
-    assert len(ours.logprobs) == len(ids)
 
 
 async def test_a_tools_name_comes_before_its_arguments(stack: Stack) -> None:
