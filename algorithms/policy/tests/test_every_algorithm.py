@@ -147,23 +147,6 @@ def test_settings_without_effect_and_out_of_bounds_are_refused(name: str, settin
         BUILT[name](**settings)
 
 
-@pytest.mark.parametrize(
-    ("level", "expected"), [("token", [1.5, 0.5, 2.0, 0.25]), ("sequence", [0.75, 0.75, 2.0, 2.0])]
-)
-def test_importance_weights_worked_by_hand(level: str, expected: list[float]) -> None:
-    # old / behaviour is 1.5 and 0.5 in the first response, 20 and 0.25 in the second, truncated at 2.
-    samples = make_samples([Row(0, 0, 1.0, (True, True)), Row(0, 1, 0.0, (True, True))])
-    ratio = torch.tensor([1.5, 0.5, 20.0, 0.25], dtype=torch.float64)
-    zeros = torch.zeros(4, dtype=torch.float64)
-    current = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    algorithm = Reinforce(ReinforceOptions(importance_cap=2.0, importance_level=level))
-    advantages, weights = torch.ones(4, dtype=torch.float64), torch.full((4,), 0.25, dtype=torch.float64)
-    loss, metrics = algorithm.loss(samples, Logprobs(current, zeros, -ratio.log()), advantages, weights)
-    (gradient,) = torch.autograd.grad(loss, current)
-    assert gradient.tolist() == pytest.approx([-0.25 * weight for weight in expected])
-    assert metrics["importance_mean"].item() == pytest.approx(sum(expected) / 4)
-
-
 @given(batches(), st.sampled_from(EVERY_KIND))
 def test_weights_sum_to_one_and_no_token_is_masked_and_weighs(
     batch: tuple[list[Row], int], algorithm: Algorithm

@@ -61,34 +61,6 @@ def test_exactly_one_choice_is_made(given: dict[str, Any], words: str) -> None:
         RftOptions(**given)
 
 
-def nll(logits_RV: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
-    return (weights_R * torch.nn.functional.cross_entropy(logits_RV, targets_R, reduction="none")).sum()
-
-
-@given(batches(), st.sampled_from(["rollout", "token-mean", "sequence-mean"]), st.integers(0, 99))
-def test_the_gradient_of_sft_is_that_of_the_cross_entropy_and_of_finite_differences(
-    batch: tuple[list[Row], int], aggregation: Any, seed: int
-) -> None:
-    samples, _ = build(*batch)
-    generator, tokens = torch.Generator().manual_seed(seed), len(samples.mask_R)
-    logits_RV = torch.randn(tokens, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    targets_R = torch.randint(3, (tokens,), generator=generator)
-    sft = Sft(SftOptions(aggregation=aggregation))
-    advantages_R, weights_R = sft.advantages(samples), sft.weights(samples)
-
-    def loss(logits: Tensor) -> Tensor:
-        current_R = logits.log_softmax(-1).gather(-1, targets_R[:, None])[:, 0]
-        unknown_R = torch.full_like(current_R, torch.nan)  # Neither old nor behaviour is read.
-        return sft.loss(samples, Logprobs(current_R, unknown_R, unknown_R), advantages_R, weights_R)[0]
-
-    torch.testing.assert_close(loss(logits_RV), nll(logits_RV, targets_R, weights_R))
-    torch.testing.assert_close(
-        torch.autograd.grad(loss(logits_RV), logits_RV),
-        torch.autograd.grad(nll(logits_RV, targets_R, weights_R), logits_RV),
-    )
-    assert torch.autograd.gradcheck(loss, logits_RV)
-
-
 @given(
     batches(),
     st.sampled_from([{"threshold": 0.25}, {"top_k": 1}, {"top_k": 2}]),

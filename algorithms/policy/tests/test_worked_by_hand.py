@@ -67,18 +67,6 @@ def test_equal_groups_have_exactly_zero_advantage(scale: float) -> None:
     assert (grpo.advantages(zeros) == 0).all(), "parts that cancel are nothing"
 
 
-def test_sequence_ratio_is_one_number_per_transition() -> None:
-    samples = make_samples([Row(0, 0, 1.0, (True, True, False)), Row(0, 1, 0.0, (True,))])
-    current = torch.tensor([0.1, 0.3, 9.0, -0.2], dtype=torch.float64)
-    zeros = torch.zeros(4, dtype=torch.float64)
-    grpo = Grpo(GrpoOptions(ratio="sequence", clip=0.5, clip_high=0.5, beta=0))
-    advantages = grpo.advantages(samples)
-    loss, _ = grpo.loss(samples, Logprobs(current, zeros, zeros), advantages, grpo.weights(samples))
-    half = 0.5 / (math.sqrt(0.5) + 1e-6)
-    expected = -0.5 * math.exp(0.2) * half + 0.5 * math.exp(-0.2) * half
-    assert loss.item() == pytest.approx(expected, abs=1e-12)
-
-
 VOCABULARY = 7
 logits = st.lists(st.floats(-3, 3), min_size=VOCABULARY, max_size=VOCABULARY).map(
     lambda values: torch.log_softmax(torch.tensor(values, dtype=torch.float64), -1)
@@ -117,30 +105,6 @@ def ppo(**options: Any) -> Ppo:
     return Ppo(PpoOptions(**options))
 
 
-def test_ppo_inside_a_response_worked_by_hand() -> None:
-    # γ = 0.5, λ = 0.5, values 1, 2, 4 of the unmasked tokens, return 10 at the last one:
-    # δ = 0.5·2−1, 0.5·4−2, 10−4 = 0, 0, 6; A = 0 + 0.25·1.5, 0 + 0.25·6, 6.
-    samples = make_samples([Row(0, 0, 10.0, (True, True, False, True))])
-    values = torch.tensor([1.0, 2.0, 99.0, 4.0], dtype=torch.float64)
-    algorithm = ppo(gamma=0.5, lam=0.5, whitening="off")
-    assert algorithm.advantages(samples, values).tolist() == pytest.approx([0.375, 1.5, 0.0, 6.0])
-    targets = algorithm.value_targets(samples, values)
-    assert targets[samples.mask_R].tolist() == pytest.approx([1.375, 3.5, 10.0])
-    assert torch.equal(algorithm.value_weights(samples), algorithm.weights(samples))
-
-
-def test_ppo_across_calls_worked_by_hand() -> None:
-    # Rewards 1 and 10, values 2 and 4 at the ends of the prompts, γ = λ = 0.5:
-    # A = 10−4 = 6 for the second call, 1 + 0.5·4 − 2 + 0.25·6 = 2.5 for the first.
-    samples = make_samples([Row(0, 0, 1.0, (False, True, True)), Row(0, 0, 10.0, (True,))])
-    values = torch.tensor([2.0, 77.0, 88.0, 4.0], dtype=torch.float64)
-    algorithm = ppo(across_calls=True, gamma=0.5, lam=0.5, whitening="off")
-    assert algorithm.advantages(samples, values).tolist() == pytest.approx([0.0, 2.5, 2.5, 6.0])
-    weights = algorithm.value_weights(samples)
-    assert weights.tolist() == [0.5, 0.0, 0.0, 0.5]
-    assert algorithm.value_targets(samples, values)[weights > 0].tolist() == pytest.approx([4.5, 10.0])
-
-
 def test_the_value_loss_worked_by_hand() -> None:
     # Old 0, target 1. A step to 0.9 counts as 0.2 (worse, so it is what counts); 0.1 is inside the clip range;
     # −0.5 counts as itself, for it is worse than −0.2.
@@ -173,15 +137,6 @@ def test_explained_variance_worked_by_hand() -> None:
 
 def advantages(samples: Samples, **options: Any) -> Tensor:
     return Reinforce(ReinforceOptions(**options)).advantages(samples)
-
-
-def test_reinforce_worked_by_hand() -> None:
-    # Returns 1, 1 and 0 over tokens (the masked one does not count): mean 2/3, unbiased variance 1/3.
-    samples = make_samples([Row(0, 0, 1.0, (True, False, True)), Row(1, 1, 0.0, (True,))])
-    reinforce = Reinforce(ReinforceOptions())
-    third = math.sqrt(1 / 3)
-    assert reinforce.advantages(samples).tolist() == pytest.approx([third, 0.0, third, -2 * third], abs=1e-7)
-    assert reinforce.weights(samples).tolist() == [0.25, 0.0, 0.25, 0.5]
 
 
 def test_choices_of_a_call_stand_side_by_side() -> None:
