@@ -17,8 +17,8 @@ from autogen_ext.models.replay import ReplayChatCompletionClient
 from agl_autogen import record
 from agl_core.capture import current_attempt
 from agl_core.testing.scripts import CallTools, Fail, Say
-from agl_core.testing.upstream import ScriptedUpstream, logprob
-from agl_core.types import Ending, FinishReason
+from agl_core.testing.upstream import ScriptedUpstream
+from agl_core.types import Ending
 
 SETTINGS = {"temperature": 0.5, "max_tokens": 200, "seed": 7}
 
@@ -34,10 +34,9 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def test_an_agent_with_a_tool_and_an_endpoint_that_returns_ids(endpoint: Any, model_client: Any) -> None:
+async def test_a_block_is_an_episode(endpoint: Any, model_client: Any) -> None:
     endpoint.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
-    client = model_client(endpoint.url, **SETTINGS)
-    agent = AssistantAgent("solver", client, tools=[add], system_message="solve", reflect_on_tool_use=True)
+    agent = AssistantAgent("solver", model_client(endpoint.url, **SETTINGS), tools=[add], reflect_on_tool_use=True)
     with record("1 + 2?") as recorded:
         recorded.result = (await agent.run(task="1 + 2?")).messages[-1].to_text()
         assert recorded.episode() is None
@@ -45,26 +44,9 @@ async def test_an_agent_with_a_tool_and_an_endpoint_that_returns_ids(endpoint: A
     episode = recorded.episode()
     assert episode is not None
     assert (episode.ending, episode.task.input, episode.result) == (Ending.FINISHED, "1 + 2?", "3")
-    assert episode.unjoined == ()
     first, second = recorded.transitions()
-    assert [(t.agent, t.turn, t.agent_turn, t.policy, t.temperature) for t in (first, second)] == [
-        ("solver", 0, 0, "m", 0.5),
-        ("solver", 1, 1, "m", 0.5),
-    ]
-    assert [(m["role"], m["content"]) for m in first.messages] == [("system", "solve"), ("user", "1 + 2?")]
-    assert first.response["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
-    assert (first.finish_reason, second.finish_reason) == (FinishReason.TOOL_CALLS, FinishReason.STOP)
+    assert [(t.agent, t.has_ids) for t in (first, second)] == [("solver", True)] * 2
     assert [(o.tool, o.result, str(o.status)) for o in first.tool_results] == [("add", "3", "ok")]
-    assert [m["role"] for m in second.messages] == ["system", "user", "assistant", "tool"]
-    assert second.messages[3]["tool_call_id"] == first.response["tool_calls"][0]["id"]
-    assert second.response["content"] == "3"
-
-    assert second.has_ids
-    assert bytes(second.response_ids[:-1].tolist()) == b"3"
-    assert second.logprobs.tolist() == pytest.approx([logprob(token) for token in second.response_ids])
-    sent = [request.body["messages"] for request in endpoint.received]
-    assert [len(messages) for messages in sent] == [2, 4]
-    assert bytes(first.prompt_ids.tolist()).startswith(b'[{"content": "solve"')
 
 
 async def test_an_agent_that_crashes(endpoint: Any, model_client: Any) -> None:

@@ -30,7 +30,7 @@ def add(a: int, b: int) -> int:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_agent_with_a_tool(asynchronous: bool, streaming: bool, server: Any) -> None:
     server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
-    agent = create_agent(ChatOpenAI(model="m", temperature=0.5, streaming=streaming), [add], name="solver")
+    agent = create_agent(ChatOpenAI(model="m", streaming=streaming), [add], name="solver")
     callback = AglCallback()
     config: Any = {"callbacks": [callback]}
     asyncio.run(agent.ainvoke(QUESTION, config)) if asynchronous else agent.invoke(QUESTION, config)
@@ -39,16 +39,9 @@ def test_an_agent_with_a_tool(asynchronous: bool, streaming: bool, server: Any) 
     assert episode.ending is Ending.FINISHED
     assert episode.unjoined == ()
     first, second = episode.transitions
-    assert [t.agent for t in (first, second)] == ["solver", "solver"]
-    assert [(t.turn, t.agent_turn) for t in (first, second)] == [(0, 0), (1, 1)]
-    assert first.messages == ({"role": "user", "content": "1 + 2?"},)
-    assert first.response["tool_calls"][0]["function"]["name"] == "add"
-    assert first.finish_reason is FinishReason.TOOL_CALLS
+    assert [(t.agent, t.agent_turn) for t in (first, second)] == [("solver", 0), ("solver", 1)]
     assert [(o.tool, o.result, str(o.status)) for o in first.tool_results] == [("add", "3", "ok")]
-    assert [m["role"] for m in second.messages] == ["user", "assistant", "tool"]
     assert (second.response["content"], second.finish_reason) == ("3", FinishReason.STOP)
-    assert (second.policy, second.temperature) == ("m", 0.5)
-    assert not first.has_ids
     assert callback.transitions()[0].response == first.response
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import agents
 import openai
 import pytest
-from agents import Agent, ModelSettings
+from agents import Agent
 
 from agl_core.testing.scripts import CallTools, Say, in_turn
-from agl_core.testing.upstream import END_TOKEN
-from agl_core.types import Ending, FinishReason
+from agl_core.types import Ending
 from agl_openai_agents import AglProcessor
 
 from .sample_agents import add, broken
@@ -32,43 +30,20 @@ def solver(*tools: Any, **options: Any) -> Agent[Any]:
 
 def test_an_agent_with_tools(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
     server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1"), ("broken", {}, "c2")]), Say("3"))
-    run_briefly(solver(add, broken, model_settings=ModelSettings(temperature=0.5)), "1 + 2?")
+    server.returns_ids = True
+    run_briefly(solver(add, broken), "1 + 2?")
 
     (episode,) = processor.episodes()
-    assert episode.ending is Ending.FINISHED
-    assert episode.unjoined == ()
+    assert (episode.ending, episode.unjoined) == (Ending.FINISHED, ())
     assert episode.task.input["workflow_name"] == "Agent workflow"
     first, second = episode.transitions
-    assert [t.agent for t in (first, second)] == ["solver", "solver"]
-    assert [(t.turn, t.agent_turn) for t in (first, second)] == [(0, 0), (1, 1)]
-    assert [(m["role"], m["content"]) for m in first.messages] == [("system", "Solve it."), ("user", "1 + 2?")]
-    assert [call["function"]["name"] for call in first.response["tool_calls"]] == ["add", "broken"]
-    assert first.finish_reason is FinishReason.TOOL_CALLS
+    assert [(t.agent, t.agent_turn, t.has_ids) for t in (first, second)] == [("solver", 0, True), ("solver", 1, True)]
     assert [(o.tool, o.result, o.error, str(o.status)) for o in first.tool_results] == [
         ("add", 3, None, "ok"),
         ("broken", None, "ValueError: boom", "error"),
     ]
-    assert [m["role"] for m in second.messages] == ["system", "user", "assistant", "tool", "tool"]
-    assert [m["tool_call_id"] for m in second.messages[3:]] == ["c1", "c2"]
-    assert (second.response["content"], second.finish_reason, second.tool_results) == ("3", FinishReason.STOP, ())
-    assert (second.policy, second.temperature) == ("m", 0.5)
-    assert not first.has_ids
     assert processor.transitions()[0].response == first.response
-    assert all(
-        name not in headers for name in ("x-agl-agent", "x-agl-rollout") for headers in [server.received[0].headers]
-    )
-
-
-def test_token_ids_where_the_endpoint_returned_them(run_briefly: Any, processor: AglProcessor, server: Any) -> None:
-    server.returns_ids = True
-    run_briefly(solver(), "hello")
-    (transition,) = processor.transitions()
-    assert transition.prompt_ids is not None
-    assert transition.response_ids is not None
-    assert (transition.prompt_ids.tolist(), transition.response_ids.tolist()) == (
-        list(json.dumps(server.received[0].items).encode()),
-        [*b"done", END_TOKEN],
-    )
+    assert not {"x-agl-agent", "x-agl-rollout"} & server.received[0].headers.keys(), "the endpoint is none of agl's"
 
 
 def test_each_run_is_an_episode_and_so_is_a_workflow_of_several(

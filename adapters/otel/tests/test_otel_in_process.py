@@ -5,59 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInference
-from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
-from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.sdk.trace import TracerProvider
 from testing_aids import run_python
 
-from agl_core.testing.scripts import CallTools, Say
 from agl_otel import AglSpanProcessor
 
-from .otlp_intake import ADD, agent_named, ask
+from .otlp_intake import agent_named
 
 
 def tool(id: str | None = None, **more: Any) -> dict[str, Any]:
     named = {"gen_ai.tool.call.id": id} if id else {}
     return {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add", **named, **more}
-
-
-@pytest.mark.parametrize("kinds", [[], [GenAI], [OpenLLMetry, OpenInference]])
-async def test_agents_and_tool_results(
-    kinds: list[Any], attached: None, stack: Any, instrument: Any, provider: TracerProvider
-) -> None:
-    for kind in kinds:
-        instrument(kind, provider)
-    tracer, attempt = provider.get_tracer("agent"), await stack.attempt()
-    client = stack.client()  # one made once, whose base URL does not tell the rollout
-    stack.upstream.script(CallTools([("add", {}), ("add", {}), ("add", {})]), Say("3"))
-    with attempt.running(), tracer.start_as_current_span("invoke_agent", attributes=agent_named("Übersetzer")) as span:
-        message = await ask(client, tools=[ADD])
-        ok, empty, broken = (call.id for call in message.tool_calls)
-        with tracer.start_as_current_span(
-            "add", attributes=tool(ok, **{"gen_ai.tool.call.arguments": '{"a": 1}'})
-        ) as s:
-            s.set_attribute("gen_ai.tool.call.result", "3")
-        with tracer.start_as_current_span("add", attributes=tool(empty, **{"gen_ai.tool.call.result": "null"})):
-            pass
-        with pytest.raises(ValueError, match="boom"), tracer.start_as_current_span("add", attributes=tool(broken)):
-            raise ValueError("boom")
-        await ask(client)
-    episode = await attempt.close()
-
-    assert [(t.agent, t.parent_span) for t in episode.transitions] == [
-        ("Übersetzer", f"{span.get_span_context().span_id:016x}")
-    ] * 2
-    tool_results = episode.transitions[0].tool_results
-    assert [(o.tool_call_id, str(o.status), o.result, o.error, o.agent) for o in tool_results] == [
-        (ok, "ok", "3", None, "Übersetzer"),
-        (empty, "empty", "null", None, "Übersetzer"),
-        (broken, "error", None, "ValueError: boom", "Übersetzer"),
-    ]
-    assert tool_results[0].arguments == {"a": 1}
-    assert {o.adapter for o in tool_results} == {"otel"}, "a framework's own adapter goes before it"
-    assert episode.unjoined == ()
 
 
 async def test_one_run_of_a_tool_seen_twice_is_one_tool_result(
