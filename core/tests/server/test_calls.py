@@ -270,17 +270,6 @@ async def test_seeds_differ_between_calls_and_repeat_exactly() -> None:
     assert not set(await seeds(2)) & set(first)
 
 
-async def test_policies_are_found_by_the_models_name() -> None:
-    async with running_stack(upstream_fields=lambda _: {"models": {"writer": "w-v", "judge": "j-v"}}) as stack:
-        key = await stack.lease()
-        assert [model.id async for model in stack.client(key).models.list()] == ["judge", "writer"]
-        await stack.client(key).chat.completions.create(model="judge", messages=HELLO)
-        assert stack.upstream.received[-1].body["model"] == "j-v"
-        assert (await stack.calls(key))[-1].policy == "judge"
-        with pytest.raises(openai.NotFoundError, match="Did you mean 'judge'"):
-            await stack.client(key).chat.completions.create(model="juge", messages=HELLO)
-
-
 TWO_POLICIES = {"writer": "w-v", "judge": "j-v"}
 
 

@@ -313,14 +313,6 @@ async def test_what_requests_hold_before_they_are_answered_is_bounded(
     assert (await http.post(url, content=large, headers=headers)).status_code == 200
 
 
-async def test_too_large_a_head(stack: Stack, http: httpx.AsyncClient) -> None:
-    key = await stack.lease()
-    url, body, headers = next(routes(stack, key))
-    response = await http.post(url, content=body % b'"x"', headers={**headers, "x-long": "x" * 4 * MAX_HEAD_BYTES})
-    assert response.status_code == 431
-    assert stack.upstream.received == []
-
-
 @pytest.mark.parametrize("depth", [20, 100, 128, 200, 250, 254, 255, 100_000])
 async def test_nesting_is_taken_or_refused(depth: int, http: httpx.AsyncClient) -> None:
     """Parsers, writers and records between agent and store give up at one of these depths or none."""
