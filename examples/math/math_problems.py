@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -75,6 +75,8 @@ class Problem:
     """A problem and how it is solved."""
 
     question: str
+    last_as_written: str
+    """The last operation as the question has it: all of the expression, with a letter, or with the first number."""
     start: int
     steps: tuple[Step, ...]
     results: tuple[int, ...]
@@ -140,11 +142,14 @@ def operators_are_held_out(operators: str) -> bool:
     return zlib.crc32(f"sequence {operators}".encode()) % 6 == 0
 
 
-def problem(split: Split, seed: int, index: int) -> Problem:
-    """The problem at this index; the same for the same arguments, always. Indices have no end."""
+def problem(split: Split, seed: int, index: int, lengths: Mapping[int, float] = STEPS) -> Problem:
+    """The problem at this index; the same for the same arguments, always. Indices have no end.
+
+    `lengths` says how often a problem has so many steps.
+    """
     rng = random.Random(f"{split}/{seed}/{index}")
     kind = rng.choice(list(Kind))
-    [length] = rng.choices(list(STEPS), list(STEPS.values()))
+    [length] = rng.choices(list(lengths), list(lengths.values()))
     found = None
     while found is None:
         operators = _operators(rng, length)
@@ -153,7 +158,8 @@ def problem(split: Split, seed: int, index: int) -> Problem:
             found = next((numbers for numbers in tried if _fits(split, *numbers)), None)
     start, steps, results = found
     phrasing = HELD_OUT if split is Split.EVAL_PHRASES else TRAINED
-    return Problem(_asked(rng, phrasing, kind, start, steps), start, steps, results)
+    question, written = _asked(rng, phrasing, kind, start, steps)
+    return Problem(question, written, start, steps, results)
 
 
 def _operators(rng: random.Random, length: int) -> str:
@@ -184,21 +190,21 @@ def _fits(split: Split, start: int, steps: tuple[Step, ...], results: tuple[int,
     return not others and (start in HELD_OUT_NUMBERS) is (split is Split.EVAL_NUMBERS)
 
 
-def _asked(rng: random.Random, said: Phrasing, kind: Kind, start: int, steps: tuple[Step, ...]) -> str:
-    """The question."""
+def _asked(rng: random.Random, said: Phrasing, kind: Kind, start: int, steps: tuple[Step, ...]) -> tuple[str, str]:
+    """The question, and its last operation as the question has it."""
     if kind is Kind.NESTED:
         expression = steps[0].written(start)
         for step in steps[1:]:
             expression = step.written(f"({expression})")
-        return rng.choice(said.nested).format(e=expression)
+        return rng.choice(said.nested).format(e=expression), expression
     if kind is Kind.CHAIN:
         letters = rng.choice(LETTERS)[: len(steps)]
         written = [step.written(known) for step, known in zip(steps, (start, *letters), strict=False)]
         sentences = [
             rng.choice(said.defines).format(x=letter, e=each) for letter, each in zip(letters, written, strict=True)
         ]
-        return " ".join([*sentences, rng.choice(said.asks).format(x=letters[-1])])
+        return " ".join([*sentences, rng.choice(said.asks).format(x=letters[-1])]), written[-1]
     words = {"name": rng.choice(NAMES), "things": rng.choice(THINGS)}
     sentences = [rng.choice(said.begins).format(a=start, **words)]
     sentences += [rng.choice(said.goes_on[step.operator]).format(b=step.number, **words) for step in steps]
-    return " ".join([*sentences, rng.choice(said.ends).format(**words)])
+    return " ".join([*sentences, rng.choice(said.ends).format(**words)]), steps[-1].written(start)

@@ -19,7 +19,7 @@ from sql_schemas import Column, Table
 
 @dataclass(frozen=True)
 class Question:
-    """A question and its query, in two parts."""
+    """A question and its query, in the two parts that a bad writer may get wrong."""
 
     text: str
     select: str
@@ -29,6 +29,8 @@ class Question:
     """The part after the table."""
     forgotten: str
     """The same part if one forgets some of it: the join if there is one, else everything."""
+    lacks: str
+    """The name of that part."""
 
     def query(self, select: str | None = None, rest: str | None = None) -> str:
         """The right query, or one with another selection or rest."""
@@ -92,7 +94,7 @@ def compare(draw: Draw) -> Question:
         f"List the {shown.word} of each {t} with {by.word} {word} {value} .",
         f"Which {t} have {by.word} {word} {value} ? Show the {shown.word} .",
     )
-    return Question(text, shown.name, t, f"WHERE {by.name} {sign} {value}", "")
+    return Question(text, shown.name, t, f"WHERE {by.name} {sign} {value}", "", "filter")
 
 
 def equal(draw: Draw) -> Question:
@@ -104,7 +106,7 @@ def equal(draw: Draw) -> Question:
         f"List the {shown.word} of each {t} with {by.word} '{value}' .",
         f"Which {t} have {by.word} '{value}' ? Show the {shown.word} .",
     )
-    return Question(text, shown.name, t, f"WHERE {by.name} = '{value}'", "")
+    return Question(text, shown.name, t, f"WHERE {by.name} = '{value}'", "", "filter")
 
 
 def count(draw: Draw) -> Question:
@@ -112,7 +114,7 @@ def count(draw: Draw) -> Question:
     by = draw.column(draw.table, numbers=False)
     value, t = draw.value(draw.table, by), draw.table.name
     text = draw.say(f"How many {t} have {by.word} '{value}' ?", f"Count each {t} with {by.word} '{value}' .")
-    return Question(text, COUNT, t, f"WHERE {by.name} = '{value}'", "")
+    return Question(text, COUNT, t, f"WHERE {by.name} = '{value}'", "", "filter")
 
 
 def aggregate(draw: Draw) -> Question:
@@ -124,7 +126,7 @@ def aggregate(draw: Draw) -> Question:
         f"What is the {word} {of.word} of each {t} with {by.word} '{value}' ?",
         f"Give the {word} {of.word} of any {t} with {by.word} '{value}' .",
     )
-    return Question(text, f"{function} ( {of.name} )", t, f"WHERE {by.name} = '{value}'", "")
+    return Question(text, f"{function} ( {of.name} )", t, f"WHERE {by.name} = '{value}'", "", "filter")
 
 
 def superlative(draw: Draw) -> Question:
@@ -137,7 +139,7 @@ def superlative(draw: Draw) -> Question:
         f"Show the {shown.word} of the {t} with the {word} {by.word} .",
         f"Which {t} has the {word} {by.word} ? Show the {shown.word} .",
     )
-    return Question(text, shown.name, t, f"ORDER BY {by.name} {end}LIMIT 1", "")
+    return Question(text, shown.name, t, f"ORDER BY {by.name} {end}LIMIT 1", "", "order")
 
 
 def sort(draw: Draw) -> Question:
@@ -146,7 +148,7 @@ def sort(draw: Draw) -> Question:
     value, t = draw.value(draw.table, by), draw.table.name
     shown = draw.column(draw.table, but=by)
     text = f"List the {shown.word} of each {t} with {by.word} '{value}' , sorted by {key.word} ."
-    return Question(text, shown.name, t, f"WHERE {by.name} = '{value}' ORDER BY {key.name}", "")
+    return Question(text, shown.name, t, f"WHERE {by.name} = '{value}' ORDER BY {key.name}", "", "filter")
 
 
 def join(draw: Draw) -> Question:
@@ -159,7 +161,7 @@ def join(draw: Draw) -> Question:
         f"For the {parent.name} with {by.word} '{value}' , show the {shown.word} of each {t} .",
     )
     where = f"WHERE {by.name} = '{value}'"
-    return Question(text, shown.name, t, f"JOIN {parent.name} USING ( {parent.key} ) {where}", where)
+    return Question(text, shown.name, t, f"JOIN {parent.name} USING ( {parent.key} ) {where}", where, "join")
 
 
 def join_and_sort(draw: Draw) -> Question:
@@ -167,7 +169,7 @@ def join_and_sort(draw: Draw) -> Question:
     asked, key = join(draw), draw.column(draw.table, numbers=True)
     order = f"ORDER BY {key.name}"
     text = f"{asked.text.removesuffix(' .')} , sorted by {key.word} ."
-    return Question(text, asked.select, asked.table, f"{asked.rest} {order}", f"{asked.forgotten} {order}")
+    return Question(text, asked.select, asked.table, f"{asked.rest} {order}", f"{asked.forgotten} {order}", "join")
 
 
 def above_average(draw: Draw) -> Question:
@@ -180,7 +182,7 @@ def above_average(draw: Draw) -> Question:
         f"List the {shown.word} of each {t} with {by.word} {word} average .",
         f"Which {t} have {by.word} {word} average ? Show the {shown.word} .",
     )
-    return Question(text, shown.name, t, f"WHERE {by.name} {sign} ( SELECT avg ( {by.name} ) FROM {t} )", "")
+    return Question(text, shown.name, t, f"WHERE {by.name} {sign} ( SELECT avg ( {by.name} ) FROM {t} )", "", "filter")
 
 
 def join_and_superlative(draw: Draw) -> Question:
@@ -190,7 +192,7 @@ def join_and_superlative(draw: Draw) -> Question:
     value = draw.value(parent, by)
     text = f"For the {parent.name} with {by.word} '{value}' , {best.text[0].lower()}{best.text[1:]}"
     rest = f"WHERE {by.name} = '{value}' {best.rest}"
-    return Question(text, best.select, t, f"JOIN {parent.name} USING ( {parent.key} ) {rest}", rest)
+    return Question(text, best.select, t, f"JOIN {parent.name} USING ( {parent.key} ) {rest}", rest, "join")
 
 
 def most(draw: Draw) -> Question:
@@ -202,7 +204,7 @@ def most(draw: Draw) -> Question:
         f"Which {parent.name} has the most {t} ? Show the {shown.word} .",
     )
     rest = f"GROUP BY {parent.key} ORDER BY count(*) DESC LIMIT 1"
-    return Question(text, shown.name, parent.name, f"JOIN {t} USING ( {parent.key} ) {rest}", rest)
+    return Question(text, shown.name, parent.name, f"JOIN {t} USING ( {parent.key} ) {rest}", rest, "join")
 
 
 KINDS: dict[Difficulty, tuple[Callable[[Draw], Question], ...]] = {

@@ -1,4 +1,4 @@
-"""Schemas and their rows: the dozen databases of this example.
+"""Schemas and their rows: the dozen databases of this example, and random ones that the policy is warmed up on.
 
 A table has a key, at most one reference to another table (under the name of that table's key), and columns of numbers
 or texts. No two columns of a database have one name, apart from keys.
@@ -11,14 +11,7 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-_VALUES = """
-place: Athens Austin Boston Dallas Delhi Havana India Japan Madrid Milan Norway Rome Tokyo Vienna
-person: Adams Baker Costa Davis Gomez Harris Irwin Jones Meyer Owens Smith Turner Walker Zhang
-colour: Black Blue Brown Golden Green Grey Orange Pink Purple Red Silver Violet
-kind: Alpha Delta Final Gamma Heavy Light Local Modern Prime Quiet Rural Solid South West
-"""
-VALUES = {kind: tuple(texts.split()) for kind, texts in (line.split(": ") for line in _VALUES.strip().splitlines())}
-"""The values of text columns, by their kind."""
+from sql_words import KEYS, NOUNS, SUFFIXES, UNITS, VALUES
 
 DATABASES = Path(__file__).parent / "databases"
 NUMBER = "number"
@@ -167,6 +160,27 @@ HELD_OUT = {
     ),
 }
 """The databases of evaluation, which neither training nor the warm-up sees."""
+
+
+def random_schema(rng: random.Random) -> tuple[Table, ...]:
+    """Two or three tables of random words."""
+    words = iter(rng.sample(NOUNS, 15))
+    key = rng.choice(KEYS)
+    tables: list[Table] = []
+    for _ in range(rng.choice((2, 2, 2, 3))):
+        name = next(words)
+        kinds = [NUMBER, rng.choice(list(VALUES))]
+        if rng.random() < 0.6:
+            kinds.append(rng.choice((NUMBER, rng.choice(list(VALUES)))))
+        rng.shuffle(kinds)
+        columns = tuple(_random_column(rng, next(words), kind) for kind in kinds)
+        tables.append(Table(name, f"{name}_{key}", rng.choice(tables) if tables else None, columns))
+    return tuple(tables)
+
+
+def _random_column(rng: random.Random, word: str, kind: str) -> Column:
+    suffixes = UNITS if kind == NUMBER else SUFFIXES
+    return Column(word, f"{word}_{rng.choice(suffixes)}" if rng.random() < 0.5 else word, kind)
 
 
 def fill(connection: sqlite3.Connection, tables: tuple[Table, ...], rng: random.Random, rows: tuple[int, int]) -> None:

@@ -158,6 +158,17 @@ def calc_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]
         yield {"question": task.question}, behave(behaviour, task), TOOLS
 
 
+def math_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]]:
+    from make_math import FLAWLESS, TOOLS, Choice, Situation, behave
+    from math_problems import Split, problem
+
+    for index in range(6):
+        task = problem(Split.TRAIN, 0, index)
+        yield {"question": task.question}, behave(task, lambda situation: next(iter(FLAWLESS[situation]))), TOOLS
+        slip = behave(task, lambda situation: Choice.SLIP if situation is Situation.ASKED else Choice.GUESS)
+        yield {"question": task.question}, slip, TOOLS
+
+
 def trip_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]]:
     from make_trip import answer, ask_airline, ask_refund, behave, search_airline, subtract
     from trip_tools import TOOLS
@@ -169,7 +180,7 @@ def trip_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]
 
 @pytest.mark.parametrize(
     ("example", "demonstrations"),
-    [("calc", calc_demonstrations), ("trip", trip_demonstrations)],
+    [("calc", calc_demonstrations), ("math", math_demonstrations), ("trip", trip_demonstrations)],
 )
 async def test_demonstrations_are_what_the_agent_sends(
     agent: Any, model: Any, example: str, demonstrations: Any
@@ -204,6 +215,24 @@ async def test_demonstrations_of_searches_are_what_the_sdk_sends(
         ours, theirs = TOOLS[0]["function"], request["tools"][0]["function"]
         assert ours["name"] == theirs["name"]
         assert ours["parameters"]["properties"].keys() == theirs["parameters"]["properties"].keys()
+
+
+async def test_demonstrations_of_queries_have_the_parts_of_what_langchain_sends(agent: Any, model: Any) -> None:
+    from make_sql import MIXED, demonstrated
+
+    def parts(text: str) -> set[str]:
+        return {part for part in ("table ", "question :", "query :", "result :", "remark :") if part in text}
+
+    model.replies = ["SELECT flag FROM ship", "wrong columns", "SELECT 1", "ok"]
+    await agent("sql")(ships())
+    shown = {demo[0]["content"]: demo for demo in (demonstrated(str(i), MIXED) for i in range(40))}
+    assert shown.keys() == set(model.first_messages)
+    for request in model.requests:
+        demo = shown[request["messages"][0]["content"]]
+        assert [message["role"] for message in request["messages"]] == [message["role"] for message in demo[:-1]]
+        assert "tools" not in request
+        for sent, demonstrated_ in zip(request["messages"], demo[:-1], strict=True):
+            assert parts(sent["content"]) >= parts(demonstrated_["content"]) - {"result :"}
 
 
 @pytest.mark.parametrize("example", ["calc", "math", "rag", "sql", "trip"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from make_math import EVEN, conversation, lesson
 from math_problems import (
     HELD_OUT_NUMBERS,
     Split,
@@ -43,13 +44,13 @@ def test_each_result_goes_into_the_next_call_and_the_last_one_is_the_answer(
 
 @given(split=SPLITS, seed=SEEDS, index=INDICES)
 def test_stopping_early_and_guessing_are_never_right(split: Split, seed: int, index: int) -> None:
-    """Else the wrong behaviour that the policy begins with would be rewarded."""
+    """Else the warm-up's wrong behaviour would be rewarded."""
     drawn = problem(split, seed, index)
     assert drawn.result not in ("42", *map(str, drawn.results[:-1]), *map(str, numbers(drawn.question)))
 
 
 @given(seed=SEEDS, index=INDICES)
-def test_training_never_meets_what_is_held_out(seed: int, index: int) -> None:
+def test_training_and_warm_up_never_meet_what_is_held_out(seed: int, index: int) -> None:
     drawn = problem(Split.TRAIN, seed, index)
     assert not set(numbers(drawn.question)) & set(HELD_OUT_NUMBERS)
     assert not operators_are_held_out(drawn.operators)
@@ -60,6 +61,21 @@ def test_seeds_give_fresh_problems_and_a_set_has_few_repetitions() -> None:
     assert not first & second
     for split in Split:
         assert len({problem(split, 0, index).question for index in range(100)}) >= 98
+
+
+def test_warm_up_asks_training_problems_in_mostly_wrong_conversations() -> None:
+    problems = [problem(Split.TRAIN, -1, index) for index in range(2000)]
+    shown = [conversation(0, index) for index in range(2000)]
+    assert [messages[1]["content"] for messages in shown] == [p.question for p in problems]
+    right = sum(
+        messages[-1]["content"] == f"The answer is {p.result}." for messages, p in zip(shown, problems, strict=True)
+    )
+    assert 0.01 < right / len(problems) < 0.10
+
+
+@pytest.mark.parametrize("index", range(20))
+def test_lessons_are_right(index: int) -> None:
+    assert lesson(0, index)[-1]["content"] == f"The answer is {problem(Split.TRAIN, -1, index, EVEN).result}."
 
 
 @given(a=st.integers(-999, 999), b=st.integers(1, 999), operator=st.sampled_from("+-*/"))

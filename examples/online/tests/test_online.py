@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from desk import TOOLS, search, solve
 from flights import Wish
+from make_online import search_airline, search_city
 from play import Result, play
-from recipes import says, uses
 from users import NAMING_SHARE, Traveller, travellers
 
 WISH = Wish("Rome", "Friday", "Kite")
 
 
 async def test_the_desk_searches_as_the_model_asks_and_says_what_it_says(model: Any) -> None:
-    model.replies = [uses("search", '{"query": "Kite Rome"}', "")[0], says(f"It costs {WISH.result}.")]
+    model.replies = search_airline(WISH)[::2]
     assert await solve({"question": WISH.question}) == f"It costs {WISH.result}."
     [first, second] = model.requests
     assert [message["content"] for message in first["messages"]] == ["Find a fare.", WISH.question]
@@ -28,7 +28,7 @@ async def test_the_desk_searches_as_the_model_asks_and_says_what_it_says(model: 
 
 
 async def test_the_desk_gives_up(model: Any) -> None:
-    model.replies = uses("search", '{"query": "Rome"}', "")[:1]
+    model.replies = search_city(WISH)[:1]
     assert await solve({"question": WISH.question}) == "I could not find out."
 
 

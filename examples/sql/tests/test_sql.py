@@ -13,17 +13,23 @@ from typing import Any
 
 import pytest
 from make_databases import make
+from make_sql import Habit, conversation, lesson, written
 from spider import Difficulty, difficulty
 from sql_query import describe, reading, run
 from sql_questions import Question, question
-from sql_schemas import DATABASES, HELD_OUT, TRAINED
+from sql_schemas import DATABASES, HELD_OUT, TRAINED, Table
 from sql_tasks import sql
+from sql_words import NOUNS
 
 from agl_core import kinds
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 
 ALL = TRAINED | HELD_OUT
+
+
+def words(tables: tuple[Table, ...]) -> set[str]:
+    return {word for table in tables for word in (table.name, *(column.word for column in table.columns))}
 
 
 def drawn(name: str, count: int) -> list[Question]:
@@ -50,8 +56,8 @@ def test_a_question_is_answered_by_its_query_alone(name: str) -> None:
             right = run(connection, q.query())
             assert right.error is None
             assert right.rows
-            for wrong in (q.query(rest=q.forgotten), q.query(q.miscounted), q.query(q.miscounted, q.forgotten)):
-                assert Counter(run(connection, wrong).rows) != Counter(right.rows), q
+            for habit in (Habit.FORGET, Habit.COUNT, Habit.BOTH):
+                assert Counter(run(connection, written(q, habit)).rows) != Counter(right.rows), q
             # What a query names is a name of the schema, so it can be copied.
             names = {word for table in ALL[name] for word in (table.name, table.key, *(c.name for c in table.columns))}
             words = set(re.findall(r"[a-z_]+", re.sub(r"'.*?'", "", q.query())))
@@ -70,6 +76,18 @@ def test_evaluation_asks_other_databases_than_training() -> None:
     held_out = {sql(i, 0, split="eval").metadata["database"] for i in range(60)}
     assert trained == {str(DATABASES / f"{name}.sqlite") for name in TRAINED}
     assert held_out == {str(DATABASES / f"{name}.sqlite") for name in HELD_OUT}
+
+
+def test_the_warm_up_sees_none_of_the_dozen() -> None:
+    """Its schemas are random, of many more words than the dozen's."""
+    used = set().union(*map(words, ALL.values()))
+    assert used <= set(NOUNS)
+    assert len(NOUNS) >= 4 * len(used)
+    shown = [show(0, index)[1]["content"] for show in (conversation, lesson) for index in range(300)]
+    headers = {line for text in shown for line in text.splitlines() if line.startswith("table ")}
+    for name in ALL:
+        with reading(DATABASES / f"{name}.sqlite") as connection:
+            assert not headers & set(describe(connection).splitlines())
 
 
 EXAMPLE = Path(__file__).parents[1]
