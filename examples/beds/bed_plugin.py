@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from beds import MANY, WORDS, Bed, State, letter, outcomes
+from beds import MANY, WORDS, Bed, State, advantage, letter, outcomes
 
 import agl_core
 from agl_core.types import Episode, Task, Transition
@@ -30,6 +30,11 @@ def total(episode: Episode) -> float:
     """Earnings of the whole game. Reported with weight 0, to compare games whose rewards come at different times."""
     found = earned(episode)
     return sum(found.values()) if isinstance(found, Mapping) else found
+
+
+def true_credit(episode: Episode) -> list[float]:
+    """The worth of each call of an episode, by the known chances and the habits before training."""
+    return [advantage(state_of(episode, each), said(each)) for each in episode.transitions]
 
 
 def state_of(episode: Episode, transition: Transition) -> State:

@@ -1,0 +1,410 @@
+"""Makes the runs that docs/comparison.md or docs/experiments.md are about, and writes the page.
+
+    python docs/make_measured.py comparison                # what is missing in docs/comparison.json, then the page
+    python docs/make_measured.py comparison --only trip    # runs whose name begins so
+    python docs/make_measured.py experiments --minutes 30  # start no further run after half an hour; go on later
+    python docs/make_measured.py experiments --write       # no run, the page alone
+
+It can be interrupted at any time; see examples/measured.py. The beds are described in examples/beds/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from operator import itemgetter
+from pathlib import Path
+
+from credit_truth import RULES, learned
+from make_readme import replaced
+
+from agl_core.reading.metrics import read_metrics, series
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from beds import Bed
+from measured import EXAMPLES, Cell, Experiment, Result, Results, average, spread, table
+
+COMPARED, MEASURED = (Results(Path(__file__).with_name(name)) for name in ("comparison.json", "experiments.json"))
+
+
+def held_out(when: str, mode: str) -> Callable[[Result], float]:
+    """The mean reward on the first held-out set, `before` or `after` training."""
+
+    def value(run: Result) -> float:
+        reward: float = next(iter(run["rewards"].values()))[when][mode]
+        return reward
+
+    return value
+
+
+def seeds_run(runs: Sequence[Result]) -> str:
+    return str(len(runs))
+
+
+LEARNING: dict[str, Cell] = {
+    "seeds": seeds_run,
+    "before, sampled": spread(held_out("before", "sampled")),
+    "after, greedy": spread(held_out("after", "greedy")),
+    "after, sampled": spread(held_out("after", "sampled")),
+    "while training": spread(lambda run: statistics.mean(run["train_rewards"])),
+    "CPU seconds a run": average(lambda run: run["cpu_seconds"]),
+}
+
+
+# docs/comparison.md: every algorithm with every credit rule.
+
+ALGORITHMS = ("grpo", "ppo", "reinforce++")
+CREDIT = ("identical", "discounted", "air", "stepwise", "immediate")
+PAIRS = {
+    f"{algorithm} × {credit}": (f"algorithm.name={algorithm}", f"credit.name={credit}")
+    for algorithm in ALGORITHMS
+    for credit in CREDIT
+} | {
+    f"{algorithm}, across calls × immediate": (
+        f"algorithm.name={algorithm}",
+        f'algorithm."{algorithm}".across_calls=true',
+        "credit.name=immediate",
+    )
+    for algorithm in ("ppo", "reinforce++")
+}
+"""Every pair that is allowed: rewards of single calls are for algorithms that own the time axis (`across_calls`)."""
+
+CAPPED = {
+    "trip": ("eval.tasks=40",),
+    "calc": ("engine.torch.threads=1", "train.steps=20", "train.groups_per_step=8", "eval.every=20", "eval.tasks=40"),
+}
+"""How runs of an example are kept short."""
+
+AIR = "rewards.tool_results.weight=1"
+KL = "algorithm.grpo.beta=0.04"
+ABLATION: dict[str, tuple[str, ...]] = {
+    "grpo × identical": (),
+    "grpo × discounted": ("credit.name=discounted",),
+    "grpo × stepwise": ("credit.name=stepwise",),
+    "grpo × air": ("credit.name=air",),
+    "grpo × identical, tool results as rewards": (AIR,),
+    "grpo × discounted, tool results as rewards": ("credit.name=discounted", AIR),
+    "grpo × identical, KL with β = 0.04": (KL,),
+    "grpo × stepwise, KL with β = 0.04": ("credit.name=stepwise", KL),
+}
+"""Changes to the trip example, one thing or two at a time; those that are pairs too are run once."""
+THRESHOLDS = (0.77, 0.90)
+WINDOW = 3
+
+
+def compared() -> Iterator[Experiment]:
+    """Seed by seed, so that an interrupted table has all its rows first."""
+    for example, capped in CAPPED.items():
+        for seed in range(3):
+            for label, changes in {**(ABLATION if example == "trip" else {}), **PAIRS}.items():
+                yield Experiment(EXAMPLES / example, label, (*capped, *changes), seed, memory_first)
+
+
+def memory_first(run: Path) -> Result:
+    """How often the trip example's policy asked memory first in the end."""
+    shares = series(read_metrics(run), "eval", "eval/sampled/reward/memory_first")
+    return {"memory_first": shares[-1][1]} if shares else {}
+
+
+def steps_to(rewards: Sequence[float], threshold: float) -> int | None:
+    """The first step whose training reward, the mean of it and the `WINDOW` - 1 before it, reaches the threshold.
+
+    >>> steps_to([0.5, 0.8, 0.8, 0.8], 0.77), steps_to([0.5, 0.5, 0.5], 0.77)
+    (4, None)
+    """
+    for end in range(WINDOW, len(rewards) + 1):
+        if statistics.mean(rewards[end - WINDOW : end]) >= threshold:
+            return end
+    return None
+
+
+def median_steps(threshold: float, cost: Callable[[Result, int], float] = lambda run, step: step) -> Cell:
+    """The steps that it takes to reach the threshold, or what as many cost."""
+
+    def cell(runs: Sequence[Result]) -> str:
+        steps = [steps_to(run["train_rewards"], threshold) for run in runs]
+        reached = [cost(run, step) for run, step in zip(runs, steps, strict=True) if step is not None]
+        if len(reached) < len(runs):
+            return f"{len(reached)} of {len(runs)} runs" if reached else "never"
+        return f"{statistics.median(reached):g}"
+
+    return cell
+
+
+def comparison() -> Iterator[str]:
+    """All of docs/comparison.md that is measured."""
+    memory = {"memory first": spread(lambda run: run["memory_first"])}
+    steps = {f"steps to {threshold:.2f}": median_steps(threshold) for threshold in THRESHOLDS}
+    for title, example, labels in (
+        ("trip: every algorithm with every credit rule", "trip", PAIRS),
+        ("trip: what helps, with GRPO", "trip", ABLATION),
+        ("calc: every algorithm with every credit rule", "calc", PAIRS),
+    ):
+        rows = {label: runs_of(COMPARED, compared, f"{example}/{label}") for label in labels}
+        columns = {**LEARNING, **(memory if example == "trip" else {}), **steps}
+        yield from (f"## {title}", "", *table("run", rows, columns), "")
+
+
+# docs/experiments.md: what each contribution is worth.
+
+OF_BED: dict[Bed, Sequence[str]] = {
+    Bed.ADDITIVE: ("identical", "immediate", "stepwise", "reward-to-go"),
+    Bed.DECISIVE: ("identical", "stepwise", "discounted, γ = 0.9", "immediate"),
+    Bed.RECOVERABLE: ("identical", "air, α = 0.2", "stepwise", "discounted, γ = 0.9", "immediate"),
+}
+"""The rules that differ on each bed: where only the end earns, reward-to-go is identical; without tools, air is.
+
+After `identical` comes what theory prefers, so that an interrupted run has compared the two.
+"""
+LAST_ONLY = "last call only"
+"""The name of `immediate` where no call earns anything by itself."""
+
+ALL_THREE = "all three"
+TRAINED = {
+    "writer and rewriter": ("writer", "rewriter"),
+    "writer": ("writer",),
+    "rewriter": ("rewriter",),
+    ALL_THREE: ("writer", "rewriter", "checker"),
+}
+"""Which agents of examples/sql learn."""
+SHORTER = ("train.steps=20", "eval.every=20", "eval.tasks=100", "engine.torch.threads=1")
+"""Half of the example's steps."""
+
+ONE_SEQUENCE = "all three, one sequence"
+CONCATENATED = ('plugins=["sql_tasks.py", "../../docs/concatenated.py"]', "train.serving_gap=1")
+"""Without the second, training stops: the probabilities of tokens are not those with which they were sampled."""
+
+EFFICIENCY: dict[str, Cell] = {
+    "seeds": seeds_run,
+    "calls a rollout": spread(lambda run: training_calls(run) / sum(run["rollouts"].values()), 2),
+    "trained on": spread(lambda run: run["transitions"]["kept"] / sum(run["rollouts"].values()), 2),
+    "reward gained, sampled": spread(lambda run: gain(run)),
+    "gained per 1,000 calls of training": spread(lambda run: 1000 * gain(run) / training_calls(run)),
+}
+
+REFILL = {
+    "no": ("train.refill=0",),
+    "yes": ("train.refill=8",),
+    "no, 12 groups a step": ("train.refill=0", "train.groups_per_step=12"),
+}
+"""Whether groups without contrast are replaced, at most as many as a step has, and what costs as much without."""
+REFILLED = {
+    "calc": ("train.steps=20", "train.groups_per_step=8", "eval.every=20", "eval.tasks=60", "engine.torch.threads=1"),
+    "sql": ("train.steps=15", "eval.every=15", "eval.tasks=60", "engine.torch.threads=1"),
+}
+
+REFILL_COSTS: dict[str, Cell] = {
+    "seeds": seeds_run,
+    "rollouts": average(lambda run: sum(run["step_rollouts"])),
+    "after, greedy": spread(held_out("after", "greedy")),
+    "after, sampled": spread(held_out("after", "sampled")),
+    "while training": spread(lambda run: statistics.mean(run["train_rewards"])),
+    "rollouts to 0.60": median_steps(0.60, lambda run, step: sum(run["step_rollouts"][:step])),
+    "CPU seconds a run": average(lambda run: run["cpu_seconds"]),
+    "gained per 1,000 rollouts": spread(lambda run: 1000 * gain(run) / sum(run["step_rollouts"])),
+    "gained per CPU minute": spread(lambda run: 60 * gain(run) / run["cpu_seconds"]),
+}
+
+TEACHER = EXAMPLES.parent / "runs" / "calc-teacher"
+"""Where the weights of the teacher are kept. It is made again with its result, so delete that if they are gone."""
+SAMPLED_ALONE = ("eval.tasks=40", 'eval.modes=["eval-sampled"]')
+EIGHT_ROLLOUTS = ("train.steps=40", *SAMPLED_ALONE, "eval.every=40", "engine.torch.threads=1")
+"""In each step, by the rows that have it below."""
+DISTILLED = {
+    "grpo, 4 groups of 8 a step": (
+        *("train.groups_per_step=4", "train.steps=24", "eval.every=24", *SAMPLED_ALONE),
+        *("engine.torch.threads=1", "algorithm.name=grpo"),
+    ),
+    "grpo, a group of 8 a step": ("train.groups_per_step=1", *EIGHT_ROLLOUTS),
+    "distill, 8 tasks a step": (
+        *("train.groups_per_step=8", "train.group_size=1", *EIGHT_ROLLOUTS),
+        *("algorithm.name=distill", "algorithm.distill.epochs=2"),
+        f"algorithm.distill.teacher={os.path.relpath(TEACHER, EXAMPLES / 'calc')}",
+    ),
+}
+"""A student with a reward, and one with a teacher; both take two passes over each batch."""
+
+
+def measured() -> Iterator[Experiment]:
+    """Seed by seed, and row by row of all tables."""
+    teaching = ("engine.torch.threads=1", "eval.every=10", "eval.tasks=100")
+    yield Experiment(EXAMPLES / "calc", "distillation/teacher", teaching, 100, keep_teacher)
+    for seed in range(3):
+        for label, changes in DISTILLED.items():
+            yield Experiment(EXAMPLES / "calc", f"distillation/{label}", changes, seed, steps_of)
+    for seed in range(5):
+        for example, shorter in REFILLED.items():
+            for label, changes in REFILL.items():
+                yield Experiment(EXAMPLES / example, f"refill/{label}", (*shorter, *changes), seed, steps_of)
+    for seed in range(5):
+        for label, agents in TRAINED.items():
+            yield Experiment(EXAMPLES / "sql", label, (*SHORTER, f"train.agents={list(agents)}"), seed)
+        everyone = f"train.agents={list(TRAINED[ALL_THREE])}"
+        yield Experiment(EXAMPLES / "sql", ONE_SEQUENCE, (*SHORTER, everyone, *CONCATENATED), seed)
+        for row in zip_longest(*OF_BED.values()):
+            for bed, label in zip(OF_BED, row, strict=True):
+                if label is not None:
+                    bedded = (f"tasks.train.bed={bed}", f"tasks.eval.bed={bed}")
+                    yield Experiment(EXAMPLES / "beds", f"{bed}/{label}", (*bedded, *RULES[label][0]), seed, learned)
+
+
+def keep_teacher(run: Path) -> Result:
+    shutil.copytree(run / "model", TEACHER, dirs_exist_ok=True)
+    return {}
+
+
+def steps_of(run: Path) -> Result:
+    """The cost of each training step: its rollouts, and its seconds on the wall."""
+    metrics = read_metrics(run)
+    return {
+        name: [value for _, value in series(metrics, "train", key)]
+        for name, key in (("step_rollouts", "rollouts"), ("step_seconds", "seconds/step"))
+    }
+
+
+def gain(run: Result) -> float:
+    return held_out("after", "sampled")(run) - held_out("before", "sampled")(run)
+
+
+def training_calls(run: Result) -> int:
+    calls: int = run["transitions"]["kept"] + sum(run["transitions"]["dropped"].values())
+    return calls
+
+
+def agreement() -> Iterator[str]:
+    """One row per rule, one column per bed: all runs of a bed begin with the same policy, so each is a measurement."""
+    correlations = {
+        bed: [run["correlations"] for run in runs_of(MEASURED, measured, f"beds/{bed}") if run["correlations"]]
+        for bed in OF_BED
+    }
+    yield f"| credit | {' | '.join(f'{bed} ({len(of_bed)} first steps)' for bed, of_bed in correlations.items())} |"
+    yield "|---" * (len(correlations) + 1) + "|"
+    for label in RULES:
+        known = ([by_rule for by_rule in of_bed if label in by_rule] for of_bed in correlations.values())
+        cells = (spread(itemgetter(label))(of_rule) if of_rule else "" for of_rule in known)
+        yield f"| {label} | {' | '.join(cells)} |"
+
+
+def took(runs: Sequence[Result]) -> str:
+    return f"{len(runs)} runs, {sum(run['cpu_seconds'] for run in runs) / 60:.0f} minutes of one core."
+
+
+def experiments() -> Iterator[str]:
+    """All of docs/experiments.md that is measured."""
+    of_sql = {label: runs_of(MEASURED, measured, f"sql/{label}") for label in (*TRAINED, ONE_SEQUENCE)}
+    rows = {label: of_sql[label] for label in (ALL_THREE, ONE_SEQUENCE)}
+    yield from ("## Transitions: what the policy of sql learns", "", *table("trained", rows, LEARNING), "")
+    yield from ("## Credit: how well it agrees with the truth", "", *agreement(), "")
+    for bed, labels in OF_BED.items():
+        rows = {shown(bed, label): runs_of(MEASURED, measured, f"beds/{bed}/{label}") for label in labels}
+        runs = runs_of(MEASURED, measured, f"beds/{bed}")
+        yield from (f"## Credit: what the policy learns, {bed}", "", took(runs), "")
+        yield from (*table("credit", rows, LEARNING), "")
+    selective = {label: of_sql[label] for label in TRAINED}
+    yield from ("## Selective training: which agents of sql learn", "", took(list(chain(*selective.values()))), "")
+    yield from (*table("trained", selective, LEARNING), "")
+    yield from ("## Data efficiency: transitions and reward of sql", "", *table("run", selective, EFFICIENCY), "")
+    for example in REFILLED:
+        rows = {label: runs_of(MEASURED, measured, f"{example}/refill/{label}") for label in REFILL}
+        yield from (f"## Groups without contrast replaced: {example}", "", *table("replaced", rows, REFILL_COSTS), "")
+    yield from distillation()
+
+
+def distillation() -> Iterator[str]:
+    """How many rollouts it takes a student to come near its teacher, with a reward and with the teacher."""
+    teachers = runs_of(MEASURED, measured, "calc/distillation/teacher")
+    score = held_out("after", "sampled")(teachers[0]) if teachers else 1.0
+    columns: dict[str, Cell] = {
+        "seeds": seeds_run,
+        "rollouts": average(lambda run: sum(run["step_rollouts"])),
+        **{f"to {share:.0%} of the teacher's score": rollouts_to(share * score) for share in (0.5, 0.75, 0.9)},
+        "after, sampled": spread(held_out("after", "sampled")),
+        "CPU seconds a run": average(lambda run: run["cpu_seconds"]),
+    }
+    rows = {"grpo, 8 groups of 8 a step": runs_of(MEASURED, measured, "calc/refill/no")}
+    rows |= {label: runs_of(MEASURED, measured, f"calc/distillation/{label}") for label in DISTILLED}
+    yield from (f"## Distillation: calc, with a teacher that has {score:.2f} sampled", "")
+    yield from (*table("algorithm", rows, columns), "")
+    ends = (96, 160, 224, 288, 320)
+    while_training = {
+        f"after {end}": spread(lambda run, end=end: averages(run)[end])  # type: ignore[misc]
+        for end in ends
+    }
+    new = {label: rows[label] for label in DISTILLED}
+    yield from (*table(f"mean reward of {AVERAGED} rollouts", new, while_training), "")
+
+
+AVERAGED = 96
+"""So many rollouts make a mean of the rewards while training."""
+
+
+def averages(run: Result) -> dict[int, float]:
+    """By the rollouts so far, after each step, the mean reward of the last `AVERAGED` of them."""
+    size, rewards = int(run["step_rollouts"][0]), run["train_rewards"]
+    steps = AVERAGED // size
+    return {size * end: statistics.mean(rewards[end - steps : end]) for end in range(steps, len(rewards) + 1)}
+
+
+def rollouts_to(least: float) -> Cell:
+    """The rollouts of each seed until the mean of the last `AVERAGED` reaches this."""
+
+    def cell(runs: Sequence[Result]) -> str:
+        reached = [next((end for end, mean in averages(run).items() if mean >= least), None) for run in runs]
+        return ", ".join("never" if end is None else str(end) for end in reached)
+
+    return cell
+
+
+def shown(bed: Bed, rule: str) -> str:
+    return LAST_ONLY if rule == "immediate" and bed is not Bed.ADDITIVE else rule
+
+
+# Both pages.
+
+
+def runs_of(results: Results, runs: Callable[[], Iterator[Experiment]], name: str) -> list[Result]:
+    """The valid results of all seeds of what is named by example and label."""
+    return results.valid(run for run in runs() if run.name.startswith(f"{name}/"))
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: its results, the runs that it is about, and its tables."""
+
+    results: Results
+    runs: Callable[[], Iterator[Experiment]]
+    tables: Callable[[], Iterator[str]]
+
+    def write(self) -> None:
+        """Write the tables anew."""
+        page, tables = self.results.file.with_suffix(".md"), "\n".join(self.tables()).rstrip()
+        page.write_text(replaced(page.read_text(), "docs/make_measured.py", f"\n{tables}\n"))
+
+
+PAGES: Mapping[str, Page] = {
+    "comparison": Page(COMPARED, compared, comparison),
+    "experiments": Page(MEASURED, measured, experiments),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", choices=PAGES)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further run after so long")
+    parser.add_argument("--only", default="", help="runs whose name begins so, for instance 'trip/ppo'")
+    parser.add_argument("--write", action="store_true", help="write the page from the results there are")
+    options = parser.parse_args()
+    page = PAGES[options.page]
+    if not options.write:
+        page.results.complete([run for run in page.runs() if run.name.startswith(options.only)], options.minutes)
+    page.write()
+
+
+if __name__ == "__main__":
+    main()
