@@ -18,7 +18,7 @@ BOUNDS = {
     "files of the product": 240,
     "lines of the core": 28471,
     "lines of the core's largest room": 3869,
-    "lines of all Python": 108200,
+    "lines of all Python": 109100,
     "files that one call passes": 42,
     "folders that one call passes": 12,
     "settings": 177,
