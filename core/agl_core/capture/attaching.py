@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
+
+from wrapt import register_post_import_hook
 
 from agl_core import kinds
-from agl_core.capture.context import AttemptContext, Carried, start_running
+from agl_core.capture.context import HERE, NOWHERE, AttemptContext, Here, holding, start_running
 from agl_core.capture.recording import spooled
 from agl_core.capture.reports import Patches, report_problem
 from agl_core.capture.requests import HTTP_LIBRARIES, Stamper, rollout_path
@@ -36,7 +37,9 @@ class Attachment:
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
         """The frameworks whose adapter could not be attached, and why."""
-        self._stamper, self._patches, self._imports = Stamper(), Patches(), _WhenImported()
+        self._stamper, self._patches = Stamper(), Patches()
+        self._waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+        """By module, what is done when it is imported. It must not raise: the user's own import would fail."""
         self._known: set[tuple[str, object]] = set()
         """Frameworks, each with the function that attaches to it: instances of one class have the same."""
 
@@ -46,23 +49,32 @@ class Attachment:
         self._patches.replace(Thread, "start", _carrying_start)
         self._patches.replace(ThreadPoolExecutor, "submit", _carrying_submit)
         for library in HTTP_LIBRARIES:
-            self._imports.do(library, self._stamp)
+            self._when_imported(library, self._stamp)
         for adapter in adapters:
             known = (adapter.framework, getattr(adapter.attach, "__func__", adapter.attach))
             if known not in self._known:
                 self._known.add(known)
-                self._imports.do(adapter.framework, functools.partial(self._attach, adapter))
+                self._when_imported(adapter.framework, functools.partial(self._attach, adapter))
                 names = itertools.accumulate(adapter.framework.split("."), "{}.{}".format)
                 for parent, module in itertools.pairwise(names):
-                    self._imports.do(parent, functools.partial(self._look_for, module, adapter))
+                    self._when_imported(parent, functools.partial(self._look_for, module, adapter))
 
     def detach(self) -> None:
         """Stop stamping and carrying. The hooks of adapters stay in their frameworks, and have nothing to report to."""
         self._known.clear()
         self.failed.clear()
-        self._imports.stop()
+        self._waiting.clear()
         self._stamper.resolvers.clear()
         self._patches.restore()
+
+    def _when_imported(self, module: str, action: Callable[[ModuleType], None]) -> None:
+        """Call `action` when `module` is imported; at once if it already is."""
+        self._waiting.setdefault(module, []).append(action)
+        register_post_import_hook(self._imported, module)
+
+    def _imported(self, module: ModuleType) -> None:
+        for action in self._waiting.pop(module.__name__, ()):
+            action(module)
 
     def _stamp(self, library: ModuleType) -> None:
         try:
@@ -129,69 +141,12 @@ def _of_this_process() -> Attachment:
     return Attachment()
 
 
-_Action: TypeAlias = Callable[[ModuleType], None]
-
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls an action with a module right after it was imported, before the importer goes on.
-
-    An action must not raise: an exception would fail the user's own import.
-    """
-
-    def __init__(self) -> None:
-        self._actions: dict[str, list[_Action]] = {}
-
-    def do(self, module: str, action: _Action) -> None:
-        """Call `action` when `module` is imported; at once if it already is."""
-        if module in sys.modules:
-            action(sys.modules[module])
-            return
-        self._actions.setdefault(module, []).append(action)
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
-
-    def stop(self) -> None:
-        """Do nothing at later imports."""
-        self._actions.clear()
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in self._actions:
-            return None
-        for finder in list(sys.meta_path):
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                self._hook(spec)
-                return spec
-        return None
-
-    def _hook(self, spec: ModuleSpec) -> None:
-        loader: Any = spec.loader
-        if loader is None or isinstance(loader, type) or not hasattr(loader, "exec_module"):
-            return
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            for action in self._actions.pop(module.__name__, ()):
-                action(module)
-
-        # On the instance, so that the loader keeps its type.
-        try:
-            loader.exec_module = exec_module
-        except Exception as error:
-            report_problem(f"Waiting for the import of {spec.name}", error)
-
-
 def _carrying_start(start: Callable[[Thread], None]) -> Callable[[Thread], None]:
     def carrying_start(thread: Thread) -> None:
-        carried = Carried.here()
-        if not carried.is_empty:
+        here = HERE.get()
+        if here != NOWHERE:
             # The instance's attribute hides the method, so that subclasses that override `run` are reached too.
-            thread.run = functools.partial(_run_carried, carried, thread.run)  # type: ignore[method-assign]
+            thread.run = functools.partial(_run_in, here, thread.run)  # type: ignore[method-assign]
         start(thread)
 
     return carrying_start
@@ -201,19 +156,18 @@ def _carrying_submit(submit: Callable[..., Any]) -> Callable[..., Future[Any]]:
     def carrying_submit(
         pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        carried = Carried.here()
-        if carried.is_empty:
+        here = HERE.get()
+        if here == NOWHERE:
             return cast("Future[Any]", submit(pool, function, *args, **kwargs))
         # A pool's thread outlives this attempt: it must not be started as one of its threads.
-        with Carried().applied():
-            work = functools.partial(_run_carried, carried, functools.partial(function, *args, **kwargs))
-            return cast("Future[Any]", submit(pool, work))
+        with holding(HERE, NOWHERE):
+            return cast("Future[Any]", submit(pool, _run_in, here, functools.partial(function, *args, **kwargs)))
 
     return carrying_submit
 
 
-def _run_carried(carried: Carried, run: Callable[[], Any]) -> Any:
-    with carried.applied():
+def _run_in(here: Here, run: Callable[[], Any]) -> Any:
+    with holding(HERE, here):
         return run()
 
 

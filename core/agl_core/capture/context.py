@@ -1,6 +1,6 @@
 """Where the running code belongs: its attempt, its agent and its state, and the model call that its tools follow.
 
-All of these are context variables, so that concurrent rollouts can share an agent that was made once at import.
+All of it is one context variable, so that concurrent rollouts can share an agent that was made once at import.
 
 An agent written from scratch asks the model, runs what the reply asks for, and asks again: each call begins a step,
 and the tools that run in it are that call's. The step's span is stamped on the call as its parent span, and reported
@@ -20,15 +20,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
-from agl_core.capture.recording import Recording, jsonable
+from agl_core.capture.recording import Recording, SentCall, jsonable
 from agl_core.types import Identity, Json
-
-if TYPE_CHECKING:
-    from agl_core.capture.requests import SentCall
 
 V = TypeVar("V")
 
@@ -54,10 +51,6 @@ class Step:
         """A context that inherited this step has begun another."""
 
 
-STEP: ContextVar[Step | None] = ContextVar("agl_step", default=None)
-"""The step that this context is in, of any scope. When a scope has ended, it is the one before that scope again."""
-
-
 class Steps:
     """The steps of one scope (an agent's run, or a tool's)."""
 
@@ -77,7 +70,7 @@ class Steps:
             self._have_overlapped |= bool(self._running)
             self._latest = step
             self._running.add(step)
-        STEP.set(step)
+        move(step=step)
         return step
 
     def end_call(self, step: Step) -> None:
@@ -103,7 +96,7 @@ class Steps:
         return latest if step is None or has_come_back else None
 
     def _inherited(self) -> Step | None:
-        step = STEP.get()
+        step = HERE.get().step
         return step if step is not None and step.steps is self else None
 
 
@@ -155,16 +148,34 @@ class IdentityScope:
         self.is_open = False
 
 
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Where the running code belongs."""
+
+    attempt: AttemptContext | None = None
+    scope: IdentityScope | None = None
+    """The innermost one that was entered; it may be closed."""
+    step: Step | None = None
+    """The step of any scope. When a scope has ended, it is the one before that scope again."""
+    variables: Mapping[str, Json] = field(default_factory=dict)
+
+
+NOWHERE = Here()
+HERE: ContextVar[Here] = ContextVar("agl_here", default=NOWHERE)
+"""Threads do not inherit it by themselves."""
 _of_process: AttemptContext | None = None
 """The attempt that holds in every context of this process."""
-_attempt: ContextVar[AttemptContext | None] = ContextVar("agl_attempt", default=None)
-_scope: ContextVar[IdentityScope | None] = ContextVar("agl_identity", default=None)
-_variables: ContextVar[Mapping[str, Json] | None] = ContextVar("agl_variables", default=None)
+
+
+def move(**changes: Any) -> None:
+    """From now on, the code of this context belongs elsewhere."""
+    HERE.set(replace(HERE.get(), **changes))
 
 
 def current_attempt() -> AttemptContext | None:
     """The attempt that this context, or else the whole process, or else an adapter runs; None outside any rollout."""
-    return _attempt.get() or _of_process or next((scope.attempt for scope in _open_scopes() if scope.attempt), None)
+    own = HERE.get().attempt
+    return own or _of_process or next((scope.attempt for scope in _open_scopes() if scope.attempt), None)
 
 
 @contextmanager
@@ -180,7 +191,7 @@ def holding(variable: ContextVar[V], value: V) -> Iterator[None]:
 @contextmanager
 def running(active: AttemptContext) -> Iterator[None]:
     """Everything inside, and every task or thread it starts, belongs to this attempt."""
-    with holding(_attempt, active), holding(_variables, None):
+    with holding(HERE, replace(HERE.get(), attempt=active, variables={})):
         yield
 
 
@@ -201,14 +212,14 @@ def state(**values: Any) -> None:
     """
     if current_attempt() is not None:
         kept = {name: jsonable(value, _MAX_STATE) for name, value in values.items()}
-        _variables.set({**(_variables.get() or {}), **kept})
+        move(variables={**HERE.get().variables, **kept})
 
 
 def packed_variables() -> str | None:
     """The variables of this context as a header's value, the longest cut first; None if there are none."""
     scope, limit = current_scope(), _MAX_STATE
     # What the agent itself has set wins over what its framework has.
-    variables = {**(scope.variables if scope else {}), **(_variables.get() or {})}
+    variables = {**(scope.variables if scope else {}), **HERE.get().variables}
     if not variables:
         return None
     while limit:
@@ -249,7 +260,7 @@ def current_scope() -> IdentityScope | None:
 
 def _open_scopes() -> Iterator[IdentityScope]:
     """Those of this context, innermost first."""
-    scope = _scope.get()
+    scope = HERE.get().scope
     while scope is not None:
         if scope.is_open:
             yield scope
@@ -271,7 +282,7 @@ def enter_identity(
     if identity.agent is None and outer:
         identity = replace(identity, agent=outer.identity.agent)
     entered = IdentityScope(identity, outer, steps, variables, attempt)
-    _scope.set(entered)
+    move(scope=entered)
     return entered
 
 
@@ -288,32 +299,3 @@ def identify(agent: str | None = None, *, span: str | None = None, parent_span: 
         yield
     finally:
         scope.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """Attempt, identity and state on their way into a thread, which does not inherit context variables by itself."""
-
-    attempt: AttemptContext | None = None
-    scope: IdentityScope | None = None
-    step: Step | None = None
-    variables: Mapping[str, Json] | None = None
-
-    @classmethod
-    def here(cls) -> Carried:
-        return cls(current_attempt(), current_scope(), STEP.get(), _variables.get())
-
-    @property
-    def is_empty(self) -> bool:
-        return self.attempt is None and self.scope is None
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Inside, this context has the carried values."""
-        with (
-            holding(_attempt, self.attempt),
-            holding(_scope, self.scope),
-            holding(STEP, self.step),
-            holding(_variables, self.variables),
-        ):
-            yield

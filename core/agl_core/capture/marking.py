@@ -35,7 +35,7 @@ class AgentRun:
     def start(self, arguments: Callable[[], Any]) -> None:
         around = context.current_scope()
         steps = around.steps if around is not None and self._only_calls else None
-        self._outer = context.STEP.get()
+        self._outer = context.HERE.get().step
         self._scope = context.enter_identity(Identity(self._name, span=context.new_span()), steps or context.Steps())
 
     @guarded
@@ -43,7 +43,7 @@ class AgentRun:
         if self._scope is not None:
             self._scope.close()
             if not self._only_calls:
-                context.STEP.set(self._outer)
+                context.move(step=self._outer)
 
 
 class ToolRun:
@@ -81,7 +81,7 @@ class ToolRun:
             self._parent_span = around.identity.parent_span if around.steps is None else step.span if step else None
         if self._arguments is None:
             self._arguments = arguments()
-        self._outer, self._started = context.STEP.get(), time.time()
+        self._outer, self._started = context.HERE.get().step, time.time()
         # Calls that the tool makes are no steps of the agent that runs the tool.
         self._scope = context.enter_identity(Identity(self._agent, span=context.new_span()), context.Steps())
 
@@ -90,7 +90,7 @@ class ToolRun:
         if self._scope is None:
             return
         self._scope.close()
-        context.STEP.set(self._outer)
+        context.move(step=self._outer)
         if error is None and self.only_failures:
             return
         span = self._scope.identity.span or context.new_span()

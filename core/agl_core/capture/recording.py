@@ -8,9 +8,11 @@ import logging
 import os
 import stat
 import threading
+import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,28 @@ class Recording:
         """The attempt has ended; closing it again changes nothing."""
         with self._lock:
             self._closed = True
+
+
+@dataclass(slots=True, eq=False)
+class SentCall:
+    """A model call of an attempt without a server, as it was sent, and its reply as it came."""
+
+    address: str
+    body: bytes
+    headers: dict[str, str]
+    """Those of the request, and who makes the call: what a server would have got."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: float = field(default_factory=time.time)
+    ended: float = 0.0
+    reply: bytes | None = None
+    """None before it has come, and if it has another status than 200."""
+    reply_headers: Mapping[str, str] = field(default_factory=dict)
+    result: Any = None
+    """The reply as its HTTP library has it."""
+
+    def end(self, reply: bytes) -> None:
+        """The reply is there."""
+        self.reply, self.ended = reply, time.time()
 
 
 def spooled(folder: Path) -> Recording:

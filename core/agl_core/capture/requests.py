@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import re
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias
 from urllib.parse import quote, urlsplit
 
 from agl_core.capture.context import (
-    STEP,
+    HERE,
     AttemptContext,
     Step,
     current_attempt,
@@ -28,6 +26,7 @@ from agl_core.capture.context import (
     current_scope,
     packed_variables,
 )
+from agl_core.capture.recording import SentCall
 from agl_core.capture.reports import Patches, guarded, report_problem, within
 from agl_core.types import Identity
 
@@ -68,28 +67,6 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _Send: TypeAlias = Callable[..., Any]
 _SENDING: ContextVar[str | None] = ContextVar("agl_sending", default=None)
 """The URL that httpx sends a request to: its transport may be another library, as LiteLLM's is aiohttp."""
-
-
-@dataclass(slots=True, eq=False)
-class SentCall:
-    """A model call of an attempt without a server, as it was sent, and its reply as it came."""
-
-    address: str
-    body: bytes
-    headers: dict[str, str]
-    """Those of the request, and who makes the call: what a server would have got."""
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    started: float = field(default_factory=time.time)
-    ended: float = 0.0
-    reply: bytes | None = None
-    """None before it has come, and if it has another status than 200."""
-    reply_headers: Mapping[str, str] = field(default_factory=dict)
-    result: Any = None
-    """The reply as its HTTP library has it."""
-
-    def end(self, reply: bytes) -> None:
-        """The reply is there."""
-        self.reply, self.ended = reply, time.time()
 
 
 def rollout_path(rollout: str, attempt: int) -> str:
@@ -206,7 +183,7 @@ def _begun_step(method: str, headers: Mapping[str, str]) -> Step | None:
     scope = current_scope()
     if scope is None or scope.steps is None or method != "POST":
         return None
-    step = STEP.get()
+    step = HERE.get().step
     is_retry = headers.get(HEADER_RETRIES, "0") != "0"
     return (
         step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin(scope.identity.agent)

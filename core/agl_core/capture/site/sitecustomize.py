@@ -15,7 +15,7 @@ _LIBRARIES = frozenset(os.environ.get("AGL_LIBRARIES", "").split(","))
 """The HTTP libraries whose requests agl stamps."""
 _NEEDED = frozenset(
     {"agl_core", "annotated_types", "numpy", "orjson", "pluggy", "pydantic", "pydantic_core"}
-    | {"typing_extensions", "typing_inspection"}
+    | {"typing_extensions", "typing_inspection", "wrapt"}
 )
 """The modules that agl imports when it attaches, beside Python's own."""
 
