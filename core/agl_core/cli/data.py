@@ -11,21 +11,7 @@ import typer
 from rich import box
 from rich.text import Text
 
-from agl_core.cli.screen import (
-    Agent,
-    AsJson,
-    MaxReward,
-    MinReward,
-    ModeOption,
-    Run,
-    Screen,
-    Set,
-    Split,
-    Step,
-    VerdictOption,
-    print_json,
-    table,
-)
+from agl_core.cli.screen import AsJson, Run, Screen, Set, filtered, print_json, table
 from agl_core.cli.words import harmless, number, one_line, said_by, status_text
 from agl_core.config.load import SCORED, load, read_config
 from agl_core.config.models import RunConfig
@@ -40,19 +26,8 @@ To = Annotated[Format, typer.Option("--to", help="The format; docs/data.md has w
 Out = Annotated[Path, typer.Option(help="What to make: a folder with parquet, else one file, for instance sft.jsonl.")]
 
 
-def export(
-    run: Run,
-    to: To,
-    out: Out,
-    step: Step = None,
-    mode: ModeOption = None,
-    split: Split = None,
-    min_reward: MinReward = None,
-    max_reward: MaxReward = None,
-    agent: Agent = None,
-    verdict: VerdictOption = None,
-    as_json: AsJson = False,
-) -> None:
+@filtered("step", "mode", "split", "low", "high", "agent", "verdict")
+def export(run: Run, to: To, out: Out, *, query: Query, as_json: AsJson = False) -> None:
     """Write what was recorded of a run for other tools: tables, episodes, or conversations to train on.
 
     parquet is a folder with a table of transitions and one of episodes. episodes is what agl import and
@@ -62,7 +37,6 @@ def export(
 
     For instance: agl export calc --to sft --min-reward 1 --out sft.jsonl
     """
-    query = Query(step=step, mode=mode, agent=agent, low=min_reward, high=max_reward, split=split, verdict=verdict)
     exported = asyncio.run(export_run(find_run(run), to, out, query))
     if as_json:
         print_json(exported)

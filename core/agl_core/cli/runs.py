@@ -11,28 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from agl_core.cli.screen import (
-    Agent,
-    AsJson,
-    MaxReward,
-    MinReward,
-    ModeOption,
-    NewestRun,
-    Runs,
-    Screen,
-    Split,
-    Step,
-    VerdictOption,
-    print_json,
-    table,
-)
+from agl_core.cli.screen import FILTERS, AsJson, NewestRun, Runs, Screen, filtered, print_json, table
 from agl_core.cli.words import number, one_line, plain, said_by, score, size, status_text
 from agl_core.learning.health import has_cut_prompt
 from agl_core.learning.transitions import message_text
 from agl_core.reading import runs as reading
 from agl_core.reading.explained import AttemptReport, GroupReport, RolloutReport, TerminalReward, Turn, read_group
 from agl_core.reading.rollouts import Query, list_rollouts
-from agl_core.types import Ending, Reward, ToolStatus, TrainingRecord
+from agl_core.types import Reward, TrainingRecord
 
 Folder = Annotated[Path, typer.Argument(help="The folder with the runs.")]
 KeepSteps = Annotated[int, typer.Option(min=0, help="The number of last steps whose rollouts are kept.")]
@@ -93,54 +79,12 @@ def rm(run: Runs, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")
         typer.echo(f"removed {folder}")
 
 
-EndingOption = Annotated[Ending | None, typer.Option("--ending", help="Only those that ended like this.")]
-Policy = Annotated[str | None, typer.Option(help="Only those in which this policy answered a call.")]
-Tool = Annotated[str | None, typer.Option(help="Only those in which this tool was called.")]
-Status = Annotated[
-    ToolStatus | None, typer.Option("--tool-status", help="Only those in which a tool (of --tool) came to this.")
-]
-Dropped = Annotated[str | None, typer.Option(help="Only those with a transition dropped for this reason.")]
-TextOption = Annotated[
-    str | None, typer.Option("--text", help="Only those with this text in task, call or result; all are read.")
-]
 Limit = Annotated[int, typer.Option(min=1, help="The number of rollouts, the newest ones.")]
 
 
-def rollouts(
-    run: NewestRun = None,
-    step: Step = None,
-    mode: ModeOption = None,
-    split: Split = None,
-    ending: EndingOption = None,
-    agent: Agent = None,
-    policy: Policy = None,
-    tool: Tool = None,
-    tool_status: Status = None,
-    dropped: Dropped = None,
-    min_reward: MinReward = None,
-    max_reward: MaxReward = None,
-    text: TextOption = None,
-    verdict: VerdictOption = None,
-    limit: Limit = 20,
-    as_json: AsJson = False,
-) -> None:
+@filtered(*FILTERS)
+def rollouts(run: NewestRun = None, *, query: Query, limit: Limit = 20, as_json: AsJson = False) -> None:
     """List the rollouts of a run, the newest last."""
-    query = Query(
-        step=step,
-        mode=mode,
-        ending=ending,
-        agent=agent,
-        policy=policy,
-        tool=tool,
-        status=tool_status,
-        dropped=dropped,
-        low=min_reward,
-        high=max_reward,
-        text=text,
-        split=split,
-        verdict=verdict,
-    )
-
     reports = asyncio.run(list_rollouts(reading.find_run(run), query, limit))
     if as_json:
         rows = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,7 +21,9 @@ from agl_core.cli.words import harmless, plain
 from agl_core.config.sections import ServerSection
 from agl_core.plugins import Plugins
 from agl_core.training.metrics import Advance, Observer, numbered
-from agl_core.types import Mode, Verdict
+from agl_core.types import Ending, Mode, ToolStatus, Verdict
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
@@ -36,15 +40,22 @@ Seed = Annotated[int | None, typer.Option(help="Overrides the file's seed.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")]
 
 # Filters of rollouts
-Step = Annotated[int | None, typer.Option(help="Only of this step.")]
-ModeOption = Annotated[Mode | None, typer.Option("--mode", help="Only of this mode.")]
-Split = Annotated[str | None, typer.Option(help="Only of tasks of this split.")]
-MinReward = Annotated[float | None, typer.Option(help="Only with at least this terminal reward.")]
-MaxReward = Annotated[float | None, typer.Option(help="Only with at most this terminal reward.")]
-Agent = Annotated[str | None, typer.Option(help="Only those in which this agent made a call.")]
-VerdictOption = Annotated[
-    Verdict | None, typer.Option("--verdict", help="Only those with this verdict (docs/health.md).")
-]
+FILTERS: Mapping[str, tuple[Any, str, str]] = {
+    "step": (int, "--step", "Only of this step."),
+    "mode": (Mode, "--mode", "Only of this mode."),
+    "split": (str, "--split", "Only of tasks of this split."),
+    "ending": (Ending, "--ending", "Only those that ended like this."),
+    "agent": (str, "--agent", "Only those in which this agent made a call."),
+    "policy": (str, "--policy", "Only those in which this policy answered a call."),
+    "tool": (str, "--tool", "Only those in which this tool was called."),
+    "status": (ToolStatus, "--tool-status", "Only those in which a tool (of --tool) came to this."),
+    "dropped": (str, "--dropped", "Only those with a transition dropped for this reason."),
+    "low": (float, "--min-reward", "Only with at least this terminal reward."),
+    "high": (float, "--max-reward", "Only with at most this terminal reward."),
+    "text": (str, "--text", "Only those with this text in task, call or result; all are read."),
+    "verdict": (Verdict, "--verdict", "Only those with this verdict (docs/health.md)."),
+}
+"""By the field of `agl_core.reading.rollouts.Query`: type, option and help."""
 
 # A model server
 UpstreamUrl = Annotated[
@@ -76,6 +87,31 @@ _UNLIMITED = 1 << 16
 def print_json(value: Any) -> None:
     """Print a result as JSON. It is ASCII, so that a terminal obeys nothing of it."""
     typer.echo(json.dumps(plain(value), indent=2))
+
+
+def filtered(*names: str) -> Callable[[Command], Command]:
+    """Give a command options for these filters; it gets them as its keyword `query`, a `Query`."""
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        query, parameters = signature.parameters["query"], list[inspect.Parameter]()
+        for parameter in signature.parameters.values():
+            parameters += [_filter(name) for name in names] if parameter is query else [parameter]
+
+        @functools.wraps(command)
+        def with_query(**values: Any) -> Any:
+            return command(query=query.annotation(**{name: values.pop(name) for name in names}), **values)
+
+        with_query.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return with_query  # type: ignore[return-value]
+
+    return decorate
+
+
+def _filter(name: str) -> inspect.Parameter:
+    kind, option, text = FILTERS[name]
+    annotation: Any = Annotated[kind, typer.Option(option, help=text)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def table(*columns: str, numbers: tuple[str, ...] = (), **options: Any) -> Table:
