@@ -14,6 +14,8 @@ from agl_core.protocols import Upstream
 _HOSTED = "https://api.openai.com/v1"
 ANEW = "note: the model server tokenises each turn anew. `agl proxy` before a vLLM or SGLang server keeps the ids."
 _TIMEOUT = httpx.Timeout(120, connect=10)
+_SAY_OK = {"messages": [{"role": "user", "content": "Say OK."}]}
+_WITH_IDS = {"return_token_ids": True, "logprobs": True, "max_tokens": 8}
 
 
 def choose_url(url: str | None) -> str:
@@ -84,11 +86,10 @@ def _names(response: httpx.Response) -> list[str]:
 
 def _complete(client: httpx.Client, url: str, model: str, listed: Sequence[str]) -> Mapping[str, Any]:
     """A short chat completion, with ids if the server knows the fields that ask for them."""
-    plain = {"model": model, "messages": [{"role": "user", "content": "Say OK."}]}
-    wanted = {**plain, "return_token_ids": True, "logprobs": True, "max_tokens": 8}
-    response = _send(client, "POST", f"{url}/chat/completions", wanted)
+    request = {"model": model, **_SAY_OK}
+    response = _send(client, "POST", f"{url}/chat/completions", request | _WITH_IDS)
     if 400 <= response.status_code < 500:  # Hosted APIs refuse fields that they do not know.
-        response = _send(client, "POST", f"{url}/chat/completions", plain)
+        response = _send(client, "POST", f"{url}/chat/completions", request)
     if not response.is_success:
         raise EngineError(
             f"The model server at {url} answered a chat completion of the model '{model}' with {response.status_code}: "
@@ -100,9 +101,8 @@ def _complete(client: httpx.Client, url: str, model: str, listed: Sequence[str])
 
 def _streams(client: httpx.Client, url: str, model: str, *, with_ids: bool) -> bool:
     """True if the server streams a short chat completion, with all that a whole one has."""
-    wanted = {"return_token_ids": True, "logprobs": True, "max_tokens": 8} if with_ids else {}
-    request = {"model": model, "messages": [{"role": "user", "content": "Say OK."}], **wanted, "stream": True}
-    response = _send(client, "POST", f"{url}/chat/completions", {**request, "stream_options": {"include_usage": True}})
+    request = {"model": model, **_SAY_OK, "stream": True, "stream_options": {"include_usage": True}}
+    response = _send(client, "POST", f"{url}/chat/completions", request | (_WITH_IDS if with_ids else {}))
     streams = response.is_success and response.headers.get("content-type", "").startswith("text/event-stream")
     return streams and (not with_ids or all(f'"{name}"' in response.text for name in ("prompt_token_ids", "token_ids")))
 

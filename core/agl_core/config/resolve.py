@@ -256,19 +256,16 @@ def with_absolute_paths(value: Any, folder: Path) -> Any:
     return value
 
 
-def settings_of(options: BaseModel) -> dict[str, Any]:
+def settings_of(options: Any) -> Any:
     """Settings as the file would have them; without secrets, and without what TOML cannot say (None)."""
-    plain = options.model_dump(by_alias=True, exclude_none=True)
-    return {key: to_jsonable_python(value) for key, value in _without_secrets(plain).items()}
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        secrets = {key for key, inside in value.items() if isinstance(inside, SecretStr | SecretBytes)}
-        return {key: _without_secrets(inside) for key, inside in value.items() if key not in secrets}
-    if isinstance(value, list | tuple):
-        return [_without_secrets(inside) for inside in value if not isinstance(inside, SecretStr | SecretBytes)]
-    return value
+    if isinstance(options, BaseModel):
+        options = options.model_dump(by_alias=True, exclude_none=True)
+    if isinstance(options, dict):
+        kept = {key: inside for key, inside in options.items() if not isinstance(inside, SecretStr | SecretBytes)}
+        return {key: settings_of(inside) for key, inside in kept.items()}
+    if isinstance(options, list | tuple):
+        return [settings_of(inside) for inside in options if not isinstance(inside, SecretStr | SecretBytes)]
+    return to_jsonable_python(options)
 
 
 def written(place: Place) -> str:
