@@ -89,7 +89,6 @@ class Component:
     """The distribution and version, or the file, that it came from."""
     doc: str = ""
     options: type[BaseModel] = NoOptions
-    """The settings that it honours."""
     needs: Callable[[Any], frozenset[Capability]] = lambda options: frozenset()
     provides: frozenset[Capability] = frozenset()
     yields: frozenset[CreditKind] = frozenset()

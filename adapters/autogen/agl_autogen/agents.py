@@ -25,19 +25,19 @@ from agl_core.capture import (
     message_status,
     record_tool_result,
 )
-from agl_core.capture.context import Carried, holding
+from agl_core.capture.context import HERE, Here, holding
 from agl_core.capture.reports import wrap_once
 
 
 class _Turn(Watch):
     """An agent handles messages: the calls made meanwhile, also in tasks that it starts, are its calls."""
 
-    def __init__(self, agent: str, around: Carried) -> None:
+    def __init__(self, agent: str, around: Here) -> None:
         scope = IdentityScope(Identity(agent, parent_span=uuid.uuid4().hex), around.scope)
         self._inside = replace(around, scope=scope)
 
     def applied(self) -> AbstractContextManager[None]:
-        return self._inside.applied()
+        return holding(HERE, self._inside)
 
 
 class _MessageId(str):
@@ -46,7 +46,7 @@ class _MessageId(str):
     A runtime handles messages in a task of its own, which may have been started in another attempt.
     """
 
-    sent_by: Carried
+    sent_by: Here
 
 
 @functools.cache
@@ -77,12 +77,12 @@ def name_of(id: AgentId) -> str:
 
 
 def _speaking(agent: Any, arguments: Arguments) -> Watch | None:
-    here = Carried.here()
+    here = Here.now()
     return _Turn(agent.name, here) if here.attempt else None
 
 
 def _handling(agent: BaseAgent, arguments: Arguments) -> Watch | None:
-    here, message_id = Carried.here(), getattr(argument(arguments, 1, "ctx"), "message_id", None)
+    here, message_id = Here.now(), getattr(argument(arguments, 1, "ctx"), "message_id", None)
     around = message_id.sent_by if isinstance(message_id, _MessageId) else here
     return _Turn(name_of(agent.id), around) if around.attempt or here.attempt else None
 
@@ -90,7 +90,7 @@ def _handling(agent: BaseAgent, arguments: Arguments) -> Watch | None:
 def _carrying(send: Any) -> Any:
     async def carrying(self: Any, *args: Any, message_id: str | None = None, **kwargs: Any) -> Any:
         carried = _MessageId(uuid.uuid4() if message_id is None else message_id)
-        carried.sent_by = Carried.here()
+        carried.sent_by = Here.now()
         return await send(self, *args, message_id=carried, **kwargs)
 
     return carrying

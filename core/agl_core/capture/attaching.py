@@ -143,8 +143,8 @@ def _of_this_process() -> Attachment:
 
 def _carrying_start(start: Callable[[Thread], None]) -> Callable[[Thread], None]:
     def carrying_start(thread: Thread) -> None:
-        here = HERE.get()
-        if here != NOWHERE:
+        here = Here.now()
+        if not here.is_nowhere:
             # The instance's attribute hides the method, so that subclasses that override `run` are reached too.
             thread.run = functools.partial(_run_in, here, thread.run)  # type: ignore[method-assign]
         start(thread)
@@ -156,8 +156,8 @@ def _carrying_submit(submit: Callable[..., Any]) -> Callable[..., Future[Any]]:
     def carrying_submit(
         pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        here = HERE.get()
-        if here == NOWHERE:
+        here = Here.now()
+        if here.is_nowhere:
             return cast("Future[Any]", submit(pool, function, *args, **kwargs))
         # A pool's thread outlives this attempt: it must not be started as one of its threads.
         with holding(HERE, NOWHERE):

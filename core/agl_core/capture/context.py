@@ -159,6 +159,15 @@ class Here:
     """The step of any scope. When a scope has ended, it is the one before that scope again."""
     variables: Mapping[str, Json] = field(default_factory=dict)
 
+    @classmethod
+    def now(cls) -> Here:
+        """With the attempt and the innermost open scope of this context, to be carried elsewhere."""
+        return replace(HERE.get(), attempt=current_attempt(), scope=current_scope())
+
+    @property
+    def is_nowhere(self) -> bool:
+        return self.attempt is None and self.scope is None
+
 
 NOWHERE = Here()
 HERE: ContextVar[Here] = ContextVar("agl_here", default=NOWHERE)

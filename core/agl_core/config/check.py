@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from agl_core import kinds
-from agl_core.config.resolve import Chosen, PolicyPlan
+from agl_core.config.resolve import Chosen, LoadedConfig, PolicyPlan
 from agl_core.errors import CapabilityError
 from agl_core.kinds import Capability, Component, Kind
 from agl_core.types import CreditKind
-
-if TYPE_CHECKING:
-    from agl_core.config.load import LoadedConfig
 
 _WHY_NOT = {
     CreditKind.RETURN: (

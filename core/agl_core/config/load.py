@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,10 +13,10 @@ import tomli_w
 from agl_core import kinds, private
 from agl_core.config.check import check
 from agl_core.config.models import RunConfig, UntrainedConfig
-from agl_core.config.resolve import Chosen, PolicyPlan, Problems, below, resolve
-from agl_core.config.sections import HUB_NAME
+from agl_core.config.resolve import LoadedConfig as LoadedConfig
+from agl_core.config.resolve import Problems, below, resolve
 from agl_core.errors import ConfigError
-from agl_core.kinds import Capability, Kind
+from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
 
 CONFIG_FILE = "config.toml"
@@ -31,80 +30,6 @@ SCORED: tuple[Kind, ...] = (kinds.STORE, kinds.REWARD, kinds.CREDIT, kinds.ALGOR
 
 Key: TypeAlias = tuple[str, ...]
 """A dotted key, as its parts."""
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedConfig:
-    """A configuration, read and resolved, with the components that it chose.
-
-    One that was loaded for a part of a run alone may lack the others: their tables are empty, and asking for the
-    `engine`, `store` or `buffer` is a ConfigError.
-    """
-
-    config: RunConfig
-    """As resolved: settings of plugins with their defaults, secrets left out, paths as they are written; `folder`,
-    where these start, is absolute."""
-    plugins: Plugins
-    is_whole: bool
-    """True if everything that it names was needed."""
-    single: Mapping[str, Chosen | None]
-    """Of the kinds of which a run has one, by the name of their table."""
-    policies: Mapping[str, PolicyPlan]
-    """How each policy learns."""
-    tasks: Mapping[str, Chosen]
-    """By the name of the set."""
-    rewards: Mapping[str, Chosen]
-    """By the name of the table, which need not be the rule's."""
-    trackers: Mapping[str, Chosen]
-    sections: Mapping[str, Chosen]
-    """Tables of plugins, by name."""
-
-    @property
-    def engine(self) -> Chosen:
-        return self._one(kinds.ENGINE)
-
-    @property
-    def store(self) -> Chosen:
-        return self._one(kinds.STORE)
-
-    @property
-    def buffer(self) -> Chosen:
-        return self._one(kinds.BUFFER)
-
-    def _one(self, kind: Kind) -> Chosen:
-        chosen = self.single[kind]
-        if chosen is None:
-            raise ConfigError(f"[{kind}] name: {self.plugins.unknown(kind, getattr(self.config, kind).name)}")
-        return chosen
-
-    @property
-    def imitates(self) -> bool:
-        """True if all policies imitate recorded replies, of which rewards and log-probabilities mean nothing."""
-        return all(Capability.DEMONSTRATIONS in plan.algorithm.needs for plan in self.policies.values())
-
-    @property
-    def trains_on_texts(self) -> bool:
-        """True if no policy's algorithm asks with which log-probabilities a recorded reply was sampled."""
-        return all(Capability.RECORDED_TEXTS in plan.algorithm.component.provides for plan in self.policies.values())
-
-    @property
-    def is_rewarded(self) -> bool:
-        """True if the algorithm of a policy looks at credited values; otherwise rewards mean nothing to training."""
-        return any(plan.algorithm.takes is not None for plan in self.policies.values())
-
-    def weights(self, policy: str) -> str:
-        """The initial weights of a policy: an absolute folder, or a hub name. ConfigError if that folder is gone."""
-        path = self.config.policies[policy].model.path
-        local = below(self.config.folder, Path(path))
-        if local.is_dir():
-            return str(local)
-        if not HUB_NAME.fullmatch(path) or local.exists():
-            raise ConfigError(
-                f"[policies.{policy}.model] path: there is no folder {local}, and '{path}' is not a hub name like "
-                f"'Qwen/Qwen2.5-0.5B-Instruct'. If the weights were moved, say where they are: "
-                f"--set policies.{policy}.model.path=FOLDER."
-            )
-        return path
 
 
 def load(
@@ -144,8 +69,7 @@ def load(
             "Looking at a run does not run the plugin files that it names: it may be somebody else's. If you trust "
             "them, install them as a package."
         )
-    resolved, chosen = resolve(config, plugins, report, needs)
-    loaded = LoadedConfig(resolved, plugins, is_whole, **chosen)
+    loaded = resolve(config, plugins, report, needs)
     for policy in config.policies if is_whole else ():
         try:
             loaded.weights(policy)

@@ -16,14 +16,13 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 
 from agl_core import kinds
 from agl_core.config.models import MixtureOptions, RunConfig
-from agl_core.config.sections import ModelPlace, OpenSection, PluginChoice, PolicySection
+from agl_core.config.sections import HUB_NAME, ModelPlace, OpenSection, PluginChoice, PolicySection
 from agl_core.errors import AglError, ConfigError, PluginError, last_frames, nearest
 from agl_core.kinds import Capability, Component, Kind
 from agl_core.plugins import Plugins
 from agl_core.types import CreditKind
 
 Model = TypeVar("Model", bound=BaseModel)
-Named = TypeVar("Named", bound=OpenSection)
 
 Place: TypeAlias = tuple[str | int, ...]
 """Where a value stands: keys of tables, and indices of lists."""
@@ -82,34 +81,101 @@ class PolicyPlan:
         return self.algorithm.takes or (CreditKind.REWARD if owns_time else CreditKind.RETURN)
 
 
+@dataclass(frozen=True, eq=False)
+class LoadedConfig:
+    """A configuration, read and resolved, with the components that it chose.
+
+    One that was loaded for a part of a run alone may lack the others: their tables are empty, and asking for the
+    `engine`, `store` or `buffer` is a ConfigError.
+    """
+
+    config: RunConfig
+    """As resolved: settings of plugins with their defaults, secrets left out, paths as they are written; `folder`,
+    where these start, is absolute."""
+    plugins: Plugins
+    is_whole: bool
+    """True if everything that it names was needed."""
+    single: Mapping[str, Chosen | None]
+    """Of the kinds of which a run has one, by the name of their table."""
+    policies: Mapping[str, PolicyPlan]
+    tasks: Mapping[str, Chosen]
+    """By the name of the set."""
+    rewards: Mapping[str, Chosen]
+    """By the name of the table, which need not be the rule's."""
+    trackers: Mapping[str, Chosen]
+    sections: Mapping[str, Chosen]
+    """Tables of plugins, by name."""
+
+    @property
+    def engine(self) -> Chosen:
+        return self._one(kinds.ENGINE)
+
+    @property
+    def store(self) -> Chosen:
+        return self._one(kinds.STORE)
+
+    @property
+    def buffer(self) -> Chosen:
+        return self._one(kinds.BUFFER)
+
+    def _one(self, kind: Kind) -> Chosen:
+        chosen = self.single[kind]
+        if chosen is None:
+            raise ConfigError(f"[{kind}] name: {self.plugins.unknown(kind, getattr(self.config, kind).name)}")
+        return chosen
+
+    @property
+    def imitates(self) -> bool:
+        """True if all policies imitate recorded replies, of which rewards and log-probabilities mean nothing."""
+        return all(Capability.DEMONSTRATIONS in plan.algorithm.needs for plan in self.policies.values())
+
+    @property
+    def trains_on_texts(self) -> bool:
+        """True if no policy's algorithm asks with which log-probabilities a recorded reply was sampled."""
+        return all(Capability.RECORDED_TEXTS in plan.algorithm.component.provides for plan in self.policies.values())
+
+    @property
+    def is_rewarded(self) -> bool:
+        """True if the algorithm of a policy looks at credited values; otherwise rewards mean nothing to training."""
+        return any(plan.algorithm.takes is not None for plan in self.policies.values())
+
+    def weights(self, policy: str) -> str:
+        """The initial weights of a policy: an absolute folder, or a hub name. ConfigError if that folder is gone."""
+        path = self.config.policies[policy].model.path
+        local = below(self.config.folder, Path(path))
+        if local.is_dir():
+            return str(local)
+        if not HUB_NAME.fullmatch(path) or local.exists():
+            raise ConfigError(
+                f"[policies.{policy}.model] path: there is no folder {local}, and '{path}' is not a hub name like "
+                f"'Qwen/Qwen2.5-0.5B-Instruct'. If the weights were moved, say where they are: "
+                f"--set policies.{policy}.model.path=FOLDER."
+            )
+        return path
+
+
 def label(component: Component) -> str:
     """A component for messages: kind, name and origin."""
     return f"{component.kind} '{component.name}' ({component.origin})"
 
 
-def resolve(
-    config: RunConfig, plugins: Plugins, report: Problems, needs: Collection[Kind]
-) -> tuple[RunConfig, dict[str, Any]]:
-    """The configuration with every setting filled in, and what it chose: the fields of `LoadedConfig` by name.
+def resolve(config: RunConfig, plugins: Plugins, report: Problems, needs: Collection[Kind]) -> LoadedConfig:
+    """The configuration with every setting filled in, and what it chose.
 
-    What is wrong goes to the report, if it is of a kind that is needed; that component is missing from both.
+    What is wrong goes to the report, if it is of a kind that is needed; that component is missing.
     """
     find = _Resolver(plugins, config.folder, report, needs)
-    single = {kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)}
+    single: dict[str, Chosen | None] = {kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)}
     if (engine := single[kinds.ENGINE]) is not None:
         find.defaults = engine.component.defaults
     single |= {
         kind: find.choice(kind, (kind,), getattr(config, kind))
         for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.STORE, kinds.BUFFER)
     }
-    chosen = {
-        "single": single,
-        "policies": find.policies(config.policies, single[kinds.ALGORITHM], single[kinds.CREDIT]),
-        "tasks": find.tables(kinds.TASK_SOURCE, "source", ("tasks",), config.tasks),
-        "rewards": find.tables(kinds.REWARD, "rule", ("rewards",), config.rewards),
-        "trackers": find.trackers(config.trackers),
-        "sections": find.sections(config.model_extra or {}),
-    }
+    policies = find.policies(config.policies, single[kinds.ALGORITHM], single[kinds.CREDIT])
+    tasks = find.tables(kinds.TASK_SOURCE, "source", ("tasks",), config.tasks)
+    rewards = find.tables(kinds.REWARD, "rule", ("rewards",), config.rewards)
+    trackers, sections = find.trackers(config.trackers), find.sections(config.model_extra or {})
     data: Any = config.as_file()
     for (*above, name), settings in find.settings.items():
         table = data
@@ -119,7 +185,8 @@ def resolve(
             table.pop(name, None)
         else:
             table[name] = settings
-    return type(config).model_validate(data), chosen
+    resolved, is_whole = type(config).model_validate(data), needs is kinds.KINDS
+    return LoadedConfig(resolved, plugins, is_whole, single, policies, tasks, rewards, trackers, sections)
 
 
 class _Resolver:

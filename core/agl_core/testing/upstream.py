@@ -42,22 +42,17 @@ class ScriptedUpstream:
 
     def __init__(self) -> None:
         self.received: list[Received] = []
-        """The requests so far."""
         self.answer: Answer = echo
         """Answers requests for which no step is queued. It may block, which holds up its own request alone."""
         self.returns_ids = True
-        """True if replies have token ids and log-probabilities."""
         self.streams = True
-        """Whether it streams where that is asked for."""
         self.cut = 0
         """Streams whose client left before their end."""
         self.models = ["served"]
         self.more: Mapping[str, Any] = {}
         """More fields of each reply, or other values of those that it has."""
         self.headers: dict[str, str] = {}
-        """These go onto each reply."""
         self.root = ""
-        """The address without a path."""
         self._script: deque[Step] = deque()
         self._serves = contextlib.AsyncExitStack()
         self._blocking = ThreadPoolExecutor(64)

@@ -63,10 +63,8 @@ class Transition:
     response_ids: Tokens | None = None
     logprobs: Logprobs | None = None
     mask: TokenMask | None = None
-    """[T] bool: which response tokens the policy sampled; None: all."""
     parse_error: str | None = None
     lacks_ids: bool = False
-    """True if `response_ids` are fewer than the model server counted."""
     prefix_broken: PrefixBreak | None = None
     tool_results: tuple[ToolResult, ...] = ()
     """The tool results of this response's tool calls, in their order."""
@@ -109,7 +107,6 @@ class Episode:
     ending: Ending
     transitions: tuple[Transition, ...]
     result: Json = None
-    """The agent's return value."""
     rewards: tuple[Reward, ...] = ()
     """Components of the terminal reward, with provenance."""
     terminal: float | None = None
@@ -121,9 +118,7 @@ class Episode:
     undelivered: tuple[Transition, ...] = ()
     """Those with undelivered replies: not credited, not trained on. Each has the turn of the next one that counts."""
     passed_through: Mapping[str, Json] | None = None
-    """Requests that were passed on and not recorded, by route; None if there were none."""
     bypassed: Mapping[str, Json] | None = None
-    """Calls to model APIs that are not agl's, which it does not see, by address; None if none was noticed."""
     unattributed: int = 0
     """Calls of which nothing says who made them. Tool results without an id that may be theirs are not joined."""
     annotations: tuple[Annotation, ...] = ()
@@ -204,9 +199,7 @@ class Batch:
     """True where a token takes part in the loss."""
     temperature_N: NDArray[np.float32]
     values_N: NDArray[np.float64]
-    """Credited values."""
     kind: CreditKind
-    """The kind of `values_N`: rewards or returns."""
     group_N: NDArray[np.int64]
     """0 … groups-1."""
     rollout_N: NDArray[np.int64]

@@ -31,7 +31,6 @@ class Task:
     id: str
     """Unique within its split."""
     input: Json
-    """The agent's input."""
     split: str = "train"
     """A held-out task has the name of its set, unless its source gives it another split."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
@@ -46,7 +45,6 @@ class Run:
     restart: int
     """0 at first; each resume adds one."""
     started: Time
-    """Unix seconds."""
     config: Json
     """The configuration as resolved."""
     resumed_step: int | None = None
@@ -179,11 +177,9 @@ class Call:
     prompt_ids: Tokens | None = None
     """[P] int32; None if the upstream returned none."""
     requested: Sampling = Sampling()
-    """The sampling that the agent's code requested."""
     effective: Sampling = Sampling()
     """The sampling that was used, as the rollout's mode requires."""
     prefix_broken: PrefixBreak | None = None
-    """Why the recorded ids of an earlier reply that was echoed could not be spliced in."""
     prefilled: int = 0
     """Prompt tokens computed for this call."""
     reused: int = 0
@@ -232,7 +228,6 @@ class ToolResult:
     started: Time | None = None
     ended: Time | None = None
     source: Source = Source.ADAPTER
-    """Where the tool result comes from."""
     adapter: str | None = None
     """Which adapter or instrumentation saw it; None: the agent's own code, or the conversation."""
     status_rule: str | None = None
