@@ -24,26 +24,6 @@ Load = Callable[..., LoadedConfig]
 PLUGIN_FILE = Path(__file__).with_name("fakes.py")
 
 
-def test_the_chosen_components_come_with_validated_options(loaded: Load) -> None:
-    run = loaded(
-        {
-            "algorithm.comparing": {"beta": 0},
-            "rewards.short": {"rule": "brevity", "weight": 2, "limit": 7},
-            "trackers.shouting": {"loud": True},
-        }
-    )
-
-    plan = run.policies["default"]
-    assert (plan.algorithm.component.name, plan.credit.component.name) == ("comparing", "whole")
-    assert plan.algorithm.options.model_dump() == {"beta": 0.0, "epsilon": 0.2}
-    assert run.engine.component.name == "pretending"
-    assert run.rewards["short"].component.name == "brevity"
-    assert run.rewards["short"].options.model_dump() == {"limit": 7}
-    assert run.trackers["shouting"].options.model_dump() == {"loud": True}
-    assert run.tasks["train"].options.model_dump()["limit"] == 10
-    assert run.store.component.name == "forgetting"
-
-
 def test_a_table_that_stands_alone_is_the_choice(loaded: Load) -> None:
     """A setting of a plugin can be set alone from the command line."""
     changes = {"algorithm": {"comparing": {"beta": 0.5}}, "engine": None, "policies.default.credit": {"whole": {}}}
@@ -294,11 +274,6 @@ def test_the_variables_that_no_agent_may_have_are_those_that_the_run_reads() -> 
     )
     keys = {f"{name}_KEY" for name in ("JUDGE", "TEACHER", "PART", "PROPOSER", "PASSTHROUGH")}
     assert config.secret_variables(["WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "PATH"]) == {*keys, "WANDB_API_KEY"}
-
-
-def test_an_empty_async_table_is_enough_to_go_on_without_waiting(loaded: Load) -> None:
-    assert loaded().config.asynchronous.max_staleness == 0
-    assert loaded({}, "async={}").config.asynchronous.max_staleness == 4
 
 
 def test_tables_of_plugins_are_checked(loaded: Load, folder: Path) -> None:

@@ -159,15 +159,6 @@ def test_every_transition_is_in_the_batch_or_dropped_with_a_reason(data: st.Data
             assert transition.agent == "solver"
 
 
-def test_rollouts_and_groups_are_numbered_for_the_statistics() -> None:
-    groups = [[episode("a", [2, 2, 2], 1.0), episode("b", [2], 0.0)], [episode("c", [1], 1.0), episode("d", [1], 0.0)]]
-    batch = make_batches(groups, BatchPlan(IDENTICAL), step=7).batches["default"]
-    assert batch.step == 7
-    assert batch.group_N.tolist() == [0, 0, 0, 0, 1, 1]
-    assert batch.rollout_N.tolist() == [0, 0, 0, 1, 2, 3]
-    assert batch.turn_N.tolist() == [0, 1, 2, 0, 0, 0]
-
-
 def test_a_masked_token_may_have_any_log_probability() -> None:
     """It is none of the policy's, so nothing that is recorded of it counts."""
     logprobs, mask = np.array([-1.0, np.nan, -np.inf], np.float32), np.array([True, False, False])

@@ -26,7 +26,7 @@ from agl_core.store.interface import Record
 from agl_core.training.checkpoints import read_state
 from agl_core.types import CreditKind, DropReason, Episode, Rollout, TrainingRecord
 
-from .scripted_training import Bench, StuckError, episode, make_bench, moment, transition
+from .scripted_training import Bench, StuckError, episode, make_bench, transition
 
 
 def planned(steps: int, groups: int, size: int = 2) -> list[list[str]]:
@@ -189,23 +189,6 @@ async def test_a_resumed_run_begins_again_what_was_in_flight_and_nothing_else(tm
     assert sorted(id.replace("-r1", "") for id in done) == sorted(id for step in planned(6, 2) for id in step)
     assert resumed.collector.begun[:4] == ["s1-g0-r1-m0", "s1-g0-r1-m1", "s3-g1-r1-m0", "s3-g1-r1-m1"]
     assert resumed.trainer.state.step == 6
-
-
-@given(actions=st.lists(st.one_of(st.none(), st.integers(1, 4)), max_size=40))
-def test_fifo_gives_every_group_once_in_the_order_of_completion(actions: list[int | None]) -> None:
-    buffer, added, drawn = Fifo(), 0, []
-    for count in actions:
-        if count is None:
-            buffer.add([episode(group=f"g{added}")])
-            added += 1
-            continue
-        room = added - len(drawn)
-        groups = buffer.draw(count, moment())
-        assert (groups is None) == (room < count)
-        drawn += [group.episodes[0].group for group in groups or ()]
-        assert len(buffer) == added - len(drawn)
-        assert buffer.pending == [f"g{number}" for number in range(len(drawn), added)]
-    assert drawn == [f"g{number}" for number in range(len(drawn))]
 
 
 @pytest.mark.parametrize(
