@@ -18,14 +18,12 @@ from agl_core.types import (
     Identity,
     Json,
     Logprobs,
-    Needs,
     RecordedReply,
     RecordedRollout,
     Reward,
     Task,
     TokenizedReply,
     TransitionKey,
-    Workload,
 )
 
 RewardValue: TypeAlias = (
@@ -357,10 +355,6 @@ class Engine(ABC):
         """
         return f"The engine {type(self).__name__} starts one process on this machine.\n"
 
-    async def estimate(self, work: Workload) -> Needs:
-        """Memory and time that a run would take (`agl doctor CONFIG`); asked of a running engine, before it trains."""
-        raise self._not_supported("estimate")
-
     async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
         """The token ids of each recorded reply; None where the chat template cannot write it.
 
@@ -380,7 +374,7 @@ class Engine(ABC):
     async def publish(self, name: str, spec: PolicySpec) -> None:
         """Load a saved policy and serve it by this name. Meanwhile the others are answered; adapters share their bases.
 
-        An engine that has this, `withdraw` and `merge` works without a run and declares `Capability.POLICIES`: its
+        An engine that has this and `withdraw` works without a run and declares `Capability.POLICIES`: its
         context may name no policies, then it serves those that are published. Mistakes are errors as for every engine:
         an adapter of other weights than those of the spec is an EngineError.
         """

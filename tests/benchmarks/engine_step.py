@@ -32,6 +32,7 @@ from agl_core.learning.transitions import grammar_of
 from agl_core.testing.engines import Row, batch_of, engine_context
 from agl_torch import attention
 from agl_torch.loading import LoadedModel
+from agl_torch.memory import tokens_per_pass
 from agl_torch.plugin import TorchEngine, TorchOptions
 from agl_torch.sampler import Sampler
 from agl_torch.trainer import PolicyTrainer
@@ -69,7 +70,8 @@ def measure(schema: object) -> dict[str, float]:
     model = make_model()
     if grammar is not None:  # It allows the end token only after many more tokens.
         model = replace(model, eos_ids=frozenset({model.tokenizer.convert_tokens_to_ids("<|eot_id|>")}))
-    trainer = PolicyTrainer(model, OptimizerSection(learning_rate=1e-5), tokens_per_micro_batch=16_384)
+    tokens = tokens_per_pass(model.model, model.device)
+    trainer = PolicyTrainer(model, OptimizerSection(learning_rate=1e-5), tokens_per_micro_batch=tokens)
     sampler, grpo = Sampler(model), Grpo(GrpoOptions(beta=0.0))
     prompts = np.random.default_rng(0).integers(2, model.vocabulary, (PROMPTS, PROMPT)).astype(np.int32)
     best = {"sampling": np.inf, "update": np.inf}

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -53,8 +54,9 @@ class _Pieces:
     """How many tokens each piece has."""
     seen: list[list[int]]
     """For each branch the pieces that it sees, itself included."""
-    masks: list[Tensor | None]
-    """For each branch, [new, seen + new] additive; None for a root."""
+    mask: Callable[[int, int, int], Tensor]
+    """[1, 1, group · new, seen + new] additive, for the query heads of a group: made once for all layers and branches
+    of these sizes."""
 
 
 def use(model: Any) -> None:
@@ -79,16 +81,15 @@ def branch_inputs(branches: Sequence[Branch], device: torch.device, dtype: torch
         queries=[branch.end - branch.start for branch in branches],
         keys=[end - start for start, end in pairwise(cuts)],
         seen=[[number for start, end in path for number in range(piece[start], piece[end])] for path in runs],
-        masks=[_mask(branch, device, dtype) if branch.seen else None for branch in branches],
+        mask=functools.cache(functools.partial(_mask, device, dtype)),
     )
     # Any mask of four dimensions keeps the model from making its own.
     return {"branches": pieces, "attention_mask": torch.zeros(1, 1, 1, 1, device=device)}
 
 
-def _mask(branch: Branch, device: torch.device, dtype: torch.dtype) -> Tensor:
-    new, seen = branch.end - branch.start, sum(end - start for start, end in branch.seen)
+def _mask(device: torch.device, dtype: torch.dtype, group: int, new: int, seen: int) -> Tensor:
     hidden = torch.full((new, seen + new), torch.finfo(dtype).min, dtype=dtype, device=device)
-    return hidden.triu_(seen + 1)
+    return hidden.triu_(seen + 1).repeat(group, 1)[None, None]
 
 
 def _attention(
@@ -104,7 +105,8 @@ def _attention(
     if branches is not None:
         output = _along_branches(query_BHQD, key_BKTD, value_BKTD, branches, scaling)
     elif attention_mask is not None:
-        output = _grouped(query_BHQD, key_BKTD, value_BKTD, attention_mask, scaling)
+        group = 1 if query_BHQD.shape[2] == 1 else query_BHQD.shape[1] // key_BKTD.shape[1]  # One query: it broadcasts.
+        output = _grouped(query_BHQD, key_BKTD, value_BKTD, attention_mask.repeat(1, 1, group, 1), scaling)
     else:
         attended, _ = sdpa_attention_forward(module, query_BHQD, key_BKTD, value_BKTD, None, scaling=scaling, **kwargs)
         return attended, None
@@ -113,27 +115,24 @@ def _attention(
 
 def _along_branches(query: Tensor, key: Tensor, value: Tensor, branches: _Pieces, scaling: float | None) -> Tensor:
     keys, values = torch.split(key, branches.keys, 2), torch.split(value, branches.keys, 2)
-    outputs = []
-    for new, seen, mask in zip(torch.split(query, branches.queries, 2), branches.seen, branches.masks, strict=True):
+    group, outputs = query.shape[1] // key.shape[1], []
+    for new, seen in zip(torch.split(query, branches.queries, 2), branches.seen, strict=True):
         key, value = (torch.cat([pieces[number] for number in seen], 2) for pieces in (keys, values))
-        if mask is None:
+        if key.shape[2] == new.shape[2]:
             output = scaled_dot_product_attention(new, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         else:
-            output = _grouped(new, key, value, mask[None, None], scaling)
+            mask = branches.mask(group, new.shape[2], key.shape[2] - new.shape[2])
+            output = _grouped(new, key, value, mask, scaling)
         outputs.append(output)
     return torch.cat(outputs, 2)
 
 
 def _grouped(query_BHQD: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """The query heads that share a key head stand side by side in the query axis. `mask` is [B, 1, Q, T]."""
+    """The query heads that share a key head stand side by side in the query axis, as in `mask` [B, 1, group · Q, T]."""
     batch, heads, queries, size = query_BHQD.shape
     group = heads // key.shape[1]
     output: Tensor = scaled_dot_product_attention(
-        query_BHQD.reshape(batch, key.shape[1], group * queries, size),
-        key,
-        value,
-        attn_mask=mask if queries == 1 else mask.repeat(1, 1, group, 1),
-        scale=scaling,
+        query_BHQD.reshape(batch, key.shape[1], group * queries, size), key, value, attn_mask=mask, scale=scaling
     )
     return output.reshape(batch, heads, queries, -1)
 

@@ -94,7 +94,7 @@ class SlotCache:
         if self._device.type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
         size = math.prod(shape)
-        pages = mmap.mmap(-1, max(1, size) * self._dtype.itemsize)
+        pages = mmap.mmap(-1, max(1, size) * self._dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(pages, dtype=self._dtype)[:size].view(shape)
 
     def slots_at(self, capacity: int) -> int:

@@ -8,16 +8,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import NoOptions, Register
 from agl_core.training.host import ProcessEngine
-
-if TYPE_CHECKING:
-    pass
 
 
 class TorchOptions(BaseModel):
@@ -52,7 +49,7 @@ class TorchOptions(BaseModel):
         None,
         ge=1,
         description="Tokens, pads included, of one training pass; fewer take less memory and more time. Absent: as "
-        "many as have 512 MiB of activations, on a GPU an eighth of its memory.",
+        "many as have 512 MiB of activations and at most 1,280, on a GPU those of an eighth of its memory.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
@@ -84,7 +81,7 @@ class TorchEngine(ProcessEngine[TorchOptions]):
     """Threads of torch that wait for each other leave their cores to the agents and the server."""
 
     # Its process does all that these ask for.
-    estimate, tokenize, logprobs = ProcessEngine._estimate, ProcessEngine._tokenize, ProcessEngine._logprobs
+    tokenize, logprobs = ProcessEngine._tokenize, ProcessEngine._logprobs
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         if exit_code != -signal.SIGKILL:

@@ -29,10 +29,10 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, ResponseScores, UpdateResult
 from agl_core.server.listening import bind
 from agl_core.training.child import Host, build_algorithm
-from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
+from agl_core.types import Batch, RecordedReply, TokenizedReply
 from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
 from agl_torch.loop import EngineLoop
-from agl_torch.memory import CACHE, PROCESS, device_memory, memory_bytes, seconds, tokens_per_pass
+from agl_torch.memory import CACHE, device_memory, tokens_per_pass
 from agl_torch.plugin import TorchOptions
 from agl_torch.sampler import Sampler
 from agl_torch.teachers import ServedTeacher, load_teacher
@@ -126,25 +126,6 @@ class Policies:
         """Of a batch's response tokens, under the weights as they are."""
         with self._all_threads():
             return self._policy(policy).trainer.logprobs(batch)
-
-    def estimate(self, work: Workload) -> Needs:
-        memory, duration, available = PROCESS, 0.0, 0
-        for name, policy in self.policies.items():
-            if policy.algorithm is None:
-                raise EngineError(f"The policy '{name}' names no algorithm, so what its training takes is unknown.")
-            memory += memory_bytes(
-                policy.loaded,
-                policy.algorithm,
-                tokens_per_pass=policy.trainer.tokens_per_pass,
-                cache=policy.sampler.cache_bytes(work.prompt_tokens + work.response_tokens),
-            )
-            teacher = self._teacher(name, policy.algorithm)
-            memory += (
-                sum(weight.nbytes for weight in teacher.model.parameters()) if isinstance(teacher, LoadedModel) else 0
-            )
-            duration += seconds(policy.loaded, policy.algorithm, work)
-            available = device_memory(policy.loaded.device)
-        return Needs(memory_bytes=memory, available_bytes=available, seconds=duration)
 
     def save(self, folder: Path) -> None:
         for name, policy in self.policies.items():
@@ -254,7 +235,7 @@ class ServedPolicies:
         _log.info("Serving %s at %s.", ", ".join(self._served) or "nothing yet", *self.urls)
 
     update, save, load = _alone(Policies.update), _alone(Policies.save), _alone(Policies.load)
-    estimate, logprobs = _alone(Policies.estimate), _alone(Policies.logprobs)
+    logprobs = _alone(Policies.logprobs)
 
     def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
         """The token ids of recorded replies by the policy's tokenizer and chat template."""

@@ -162,7 +162,7 @@ def _draw(logprobs_BV: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> Tensor:
     rows = max(1, _MAX_CDF_ENTRIES // logprobs_BV.shape[1])
     return torch.cat(
         [
-            _inverse_cdf(_nucleus(logprobs.double().exp(), top_p), uniform)
+            _inverse_cdf(_nucleus(logprobs.exp(), top_p), uniform)
             for logprobs, top_p, uniform in zip(
                 torch.split(logprobs_BV, rows), torch.split(top_p_B, rows), torch.split(uniform_B, rows), strict=True
             )
@@ -174,15 +174,15 @@ def _nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
     """Probabilities outside of each row's nucleus set to 0 (not renormalised)."""
     if bool((top_p_B >= 1).all()):
         return probs_BV
-    sorted_BV, order_BV = torch.sort(probs_BV, dim=-1, descending=True, stable=True)
+    sorted_BV, order_BV = torch.sort(probs_BV.double(), dim=-1, descending=True, stable=True)
     before_BV = sorted_BV.cumsum(-1) - sorted_BV
     outside_BV = (before_BV >= top_p_B[:, None]) & (top_p_B < 1)[:, None]
     outside_BV[:, 0] = False
-    return torch.zeros_like(probs_BV).scatter_(1, order_BV, sorted_BV.masked_fill(outside_BV, 0.0))
+    return torch.zeros_like(sorted_BV).scatter_(1, order_BV, sorted_BV.masked_fill(outside_BV, 0.0))
 
 
 def _inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """The first id whose cumulative weight exceeds uniform × total: never one of weight 0."""
-    cdf_BV = weights_BV.cumsum(-1)
+    cdf_BV = weights_BV.cumsum(-1, dtype=torch.float64)
     target_B1 = uniform_B[:, None] * cdf_BV[:, -1:]
     return torch.searchsorted(cdf_BV, target_B1, right=True)[:, 0].clamp_(max=cdf_BV.shape[1] - 1)

@@ -98,11 +98,6 @@ class Sampler:
     def cache_nbytes(self) -> int:
         return self._cache.nbytes
 
-    def cache_bytes(self, length: int) -> int:
-        """Bytes that keys and values will take once the longest sequence has this many tokens."""
-        capacity = self._rounded(max(length, _FIRST_CAPACITY))
-        return self._cache.slots_at(capacity) * capacity * self._cache.bytes_per_token
-
     def submit(self, request: Request) -> None:
         """Queue a request.
 

@@ -9,7 +9,8 @@ import json
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -28,7 +29,6 @@ from agl_core.plugins import Plugins
 from agl_core.reading.metrics import read_health
 from agl_core.reading.runs import explain_waiting, find_run, read_entry
 from agl_core.training.metrics import Observer
-from agl_core.types import Needs, Workload
 from agl_core.wire import HEALTH, OPERATOR_KEY, Activity, Empty, take_keys
 from agl_core.worker.client import LightningClient, find_server
 
@@ -135,17 +135,17 @@ def _configuration(file: Path) -> Findings:
 
 def _start(loaded: LoadedConfig) -> Findings:
     from agl_core.training.run import removed_unless_begun
-    from agl_core.training.session import workload
+    from agl_core.training.session import task_sources
 
-    work = workload(loaded)
+    task_sources(loaded)
     yield Finding("ok", "tasks", f"the first of each set ({', '.join(loaded.tasks)}) can be made")
     with removed_unless_begun(folder := Path(tempfile.mkdtemp(prefix="agl-doctor-"))):
-        yield from asyncio.run(_session(loaded, folder, work))
+        yield from asyncio.run(_session(loaded, folder))
     shutil.rmtree(folder)
 
 
-async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[Finding]:
-    """The engine's token ids and needs and, if agents are run, one rollout."""
+async def _session(loaded: LoadedConfig, folder: Path) -> list[Finding]:
+    """The engine's token ids and, if agents are run, one rollout; the time and memory that this took."""
     from agl_core.training.run import local_server
     from agl_core.training.session import first_look, open_session
 
@@ -153,13 +153,12 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
     here = replace(loaded, config=loaded.config.model_copy(update={"workers": workers}))
     observer = Observer()
     findings: list[Finding] = []
+    begun = time.monotonic()
     async with local_server(loaded, folder) as server, open_session(here, folder, server, observer) as session:
-        served = session.upstream
+        served, seconds = session.upstream, time.monotonic() - begun
         for policy, name in served.models.items():
             _, missing = await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name)
             findings.append(_ids(f"engine, policy '{policy}'", missing, "FAIL"))
-        if session.engine.supports("estimate"):
-            findings.append(_resources(work, await session.engine.estimate(work)))
         look = await first_look(session, observer)
         failed = "note" if look.fault is None else "FAIL"
         findings += [Finding("ok" if finished else failed, "rollout", seen) for finished, seen in look.seen]
@@ -167,21 +166,15 @@ async def _session(loaded: LoadedConfig, folder: Path, work: Workload) -> list[F
             command = None if look.are_answered or loaded.config.agent is None else loaded.config.agent.command
             remedy = codex_hint(command) or look.fault.remedy
             findings[-1] = replace(findings[-1], remedy=f"{remedy} {look.fault.details}".strip())
+        findings += _resources(await session.engine.stats(), seconds)
     return findings
 
 
-def _resources(work: Workload, needs: Needs) -> Finding:
-    """Memory and time of training; too little memory is a note, since the figure is rough."""
-    gib, minutes = 2**30, max(1, round(needs.seconds / 60))
-    text = (
-        f"training takes about {needs.memory_bytes / gib:.1f} GiB of {needs.available_bytes / gib:.0f} GiB and, at the "
-        f"speed that this machine has now, {minutes} min: {work.steps} steps with {work.groups * work.group_size} "
-        f"rollouts each, and {work.evaluated} rollouts in evaluations, each with one call of {work.prompt_tokens} + "
-        f"{work.response_tokens} tokens (more calls take as much each; agents and tools take their own time)"
-    )
-    if needs.memory_bytes <= needs.available_bytes:
-        return Finding("ok", "resources", text)
-    return Finding("note", "resources", text, "train a LoRA adapter (policies.NAME.model.lora), or a smaller model")
+def _resources(stats: Mapping[str, float], seconds: float) -> Findings:
+    """The start's time, and the memory that the engine took for it and for the trial: facts, of its own process."""
+    if peak := stats.get("peak_rss_bytes"):
+        text = f"the engine started in {seconds:.0f} s and took {peak / 2**30:.1f} GiB of memory; training takes more"
+        yield Finding("ok", "resources", text)
 
 
 def _run(run: Path) -> Findings:

@@ -31,7 +31,7 @@ from agl_core.protocols import (
     Upstream,
 )
 from agl_core.training.child import HEADER, START, Options, message
-from agl_core.types import Batch, Needs, RecordedReply, TokenizedReply, Workload
+from agl_core.types import Batch, RecordedReply, TokenizedReply
 
 LOG_NAME = "engine.log"
 LINES_SHOWN, LINES_SEARCHED = 12, 400
@@ -152,11 +152,6 @@ class ProcessEngine(Engine, Generic[Options]):
     async def stats(self) -> Mapping[str, float]:
         stats: Mapping[str, float] = await self._ask("stats")
         return stats
-
-    async def _estimate(self, work: Workload) -> Needs:
-        """`estimate` by the process, for a subclass that supports it."""
-        needs: Needs = await self._ask("estimate", work)
-        return needs
 
     async def _tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
         """`tokenize` by the process, for a subclass that supports it."""

@@ -28,7 +28,7 @@ from agl_core.training.metrics import Observer
 from agl_core.training.plan import group_of
 from agl_core.training.recorded import HeldOutReplies, RecordedQueue, Recordings
 from agl_core.training.rollouts import Collector, Queue, scoring_rules
-from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run, Workload
+from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run
 from agl_core.wire import SERVER_FILE
 from agl_core.worker.agent import agent_environment, client_variables
 from agl_core.worker.processes import WorkerProcesses
@@ -185,39 +185,6 @@ def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
         steps=config.train.steps,
         plugin_files=config.plugin_files,
         api_key=os.urandom(16).hex(),
-    )
-
-
-CHARACTERS_PER_TOKEN = 3
-TEMPLATE_TOKENS = 32
-"""Rough length of a chat template and an instruction, which come with a task's input."""
-
-
-def workload(loaded: LoadedConfig) -> Workload:
-    """In rollouts of one call each: its prompt is the first task's input, its response as long as it may be.
-
-    ConfigError as of `task_sources`.
-    """
-    config, train, held_out = loaded.config, loaded.config.train, loaded.config.eval
-    sources = task_sources(loaded)
-    # Each held-out set is evaluated before training, every so many steps, and at the end.
-    evaluations = 0 if held_out.every == 0 else 1 + -(-train.steps // held_out.every)
-    tasks = sum(
-        min(held_out.tasks, of_set.size or held_out.tasks)
-        for name, of_set in sources.items()
-        if name != "train" and not isinstance(of_set, RecordedTasks)
-    )
-    source, group_size = sources["train"], train.group_size
-    if isinstance(source, RecordedTasks):  # A group has what was recorded: so many on average.
-        group_size = -(-sum(map(source.members, range(source.size))) // source.size)
-    return Workload(
-        steps=train.steps,
-        groups=train.groups_per_step,
-        group_size=group_size,
-        evaluated=evaluations * len(held_out.modes) * tasks,
-        prompt_tokens=TEMPLATE_TOKENS + len(orjson.dumps(source.task(0).input)) // CHARACTERS_PER_TOKEN,
-        response_tokens=config.sampling.max_tokens,
-        is_recorded=isinstance(source, RecordedTasks),
     )
 
 

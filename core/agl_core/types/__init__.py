@@ -2,11 +2,9 @@
 
 from agl_core.types.episodes import Batch as Batch
 from agl_core.types.episodes import Episode as Episode
-from agl_core.types.episodes import Needs as Needs
 from agl_core.types.episodes import RecordedReply as RecordedReply
 from agl_core.types.episodes import TokenizedReply as TokenizedReply
 from agl_core.types.episodes import Transition as Transition
-from agl_core.types.episodes import Workload as Workload
 from agl_core.types.episodes import are_equal as are_equal
 from agl_core.types.episodes import discounted_returns as discounted_returns
 from agl_core.types.episodes import episode_return as episode_return

@@ -248,31 +248,3 @@ class TokenizedReply:
 
     prompt_ids: Tokens
     response_ids: Tokens
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The work that a run asks of its engine, in rollouts of one call each."""
-
-    steps: int
-    groups: int
-    """Per step."""
-    group_size: int
-    evaluated: int
-    """Rollouts of all its evaluations together."""
-    prompt_tokens: int
-    response_tokens: int
-    is_recorded: bool = False
-    """Only those of evaluations are sampled."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The memory and time of a workload, by the engine's own arithmetic: the order of magnitude."""
-
-    memory_bytes: int
-    """At most, of its process and its devices."""
-    available_bytes: int
-    """Of all memory that there is for it, used or free."""
-    seconds: float
-    """Of sampling and training, if nothing else runs on this machine and agents and tools take no time."""

@@ -138,7 +138,7 @@ async def test_an_engine_says_by_name_what_it_does_not_support() -> None:
     plain: Any = type("Plain", (Engine,), dict.fromkeys(Engine.__abstractmethods__))()
     plain.report_stages(print)
     for method, arguments in {
-        "estimate": (None,), "tokenize": ("default", []), "logprobs": ("default", None),
+        "tokenize": ("default", []), "logprobs": ("default", None),
         "publish": ("default", None), "withdraw": ("default",),
     }.items():  # fmt: skip
         assert not plain.supports(method)

@@ -27,7 +27,7 @@ from agl_core.training.metrics import Observer
 from agl_core.training.plan import TrainingPlan
 from agl_core.training.recorded import HeldOutReplies, RecordedQueue, Recordings
 from agl_core.training.rollouts import Collector
-from agl_core.training.session import check_agent, workload
+from agl_core.training.session import check_agent
 from agl_core.types import (
     Batch,
     CreditKind,
@@ -312,13 +312,3 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path: P
         check_agent(config(**alone), {"train": source, "eval": fresh})
     with pytest.raises(ConfigError, match=r"names no agent, which \[tasks.train\] needs"):
         check_agent(config(), {"train": fresh})
-
-
-def test_the_work_of_a_step_is_counted_by_what_was_recorded(tmp_path: Path) -> None:
-    record_run(tmp_path / "old", members=3)
-    source = Recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
-    tasks = {"train": SimpleNamespace(build=lambda *context: source)}
-    loaded: Any = SimpleNamespace(config=config(), tasks=tasks, folder=tmp_path, imitates=True)
-    work = workload(loaded)
-    assert work.is_recorded
-    assert work.group_size == 3 != loaded.config.train.group_size
