@@ -62,7 +62,7 @@ def rows_of(model: type[BaseModel]) -> dict[str, str]:
 
 def _cell(text: str) -> str:
     """Text that may stand in a cell of a table."""
-    return text.replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _table(rows: Mapping[str, str]) -> list[str]:
@@ -81,7 +81,7 @@ def tables(model: type[BaseModel], path: str = "", about: str = "") -> Iterator[
         key = f"{path}.{field.alias or name}".removeprefix(".")
         for inside in models_in(field.annotation) if is_table(field) else ():
             is_named = "dict[" in str(field.annotation)
-            yield from tables(inside, f"{key}.NAME" if is_named else key, field.description or "")
+            yield from tables(inside, f"{key}.NAME" if is_named else key, " ".join((field.description or "").split()))
 
 
 def settings(component: Component, shown: dict[str, str]) -> Iterator[str]:

@@ -27,15 +27,15 @@ WhiteningUnit = Literal["tokens", "transitions"]
 class AlgorithmOptions(BaseModel):
     """Settings of `agl_algorithms.Algorithm`; a setting without effect is refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    aggregation: Aggregation = Field(
-        "rollout",
-        description="'rollout': every group weighs the same, in it every rollout, in it every transition, in it every "
-        "token; 'token-mean': every token weighs the same; 'sequence-mean': every transition.",
-    )
-    epochs: int = Field(1, ge=1, le=100, description="Passes over the batch in one update.")
-    minibatches: int = Field(1, ge=1, le=10_000, description="Optimizer steps in one pass.")
+    aggregation: Aggregation = "rollout"
+    """'rollout': every group weighs the same, in it every rollout, in it every transition, in it every token;
+    'token-mean': every token weighs the same; 'sequence-mean': every transition."""
+    epochs: int = Field(1, ge=1, le=100)
+    """Passes over the batch in one update."""
+    minibatches: int = Field(1, ge=1, le=10_000)
+    """Optimizer steps in one pass."""
 
     def needs(self) -> frozenset[Capability]:
         """The needs of an algorithm with these settings: token ids."""
@@ -54,39 +54,23 @@ class AlgorithmOptions(BaseModel):
 class PolicyGradientOptions(AlgorithmOptions):
     """Settings of `agl_algorithms.PolicyGradient`; a setting without effect is refused."""
 
-    clip: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="The ratio is clipped to [1 - clip, 1 + clip_high]; absent: 0.2, of GRPO's ratio per transition "
-        "3e-4 and 4e-4.",
-    )
-    clip_high: float | None = Field(None, gt=0, le=10, description="Upper clip range (DAPO); by default the lower one.")
-    beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL to the initial weights; 0: no reference model.")
-    entropy: float = Field(
-        0.0,
-        ge=0,
-        le=10,
-        description="Weight of a bonus for the entropy of the policy's distribution at each token, in nats: keeps it "
-        "exploring (0.001 to 0.01 are usual); 0: none.",
-    )
-    target_kl: float | None = Field(
-        None,
-        gt=0,
-        le=10,
-        description="For several optimizer steps in an update: the first one on whose tokens KL(old ‖ current) is "
-        "above this (k3, mean by weight) is not made, nor are those after it (0.01 to 0.05 are usual).",
-    )
-    importance_cap: float | None = Field(
-        None,
-        ge=0,
-        le=1000,
-        description="Truncate importance weights old/behaviour here; 0: no weights. Absent: 2 with the engine 'verl', "
-        "whose servers compute otherwise than its training, else 0.",
-    )
-    importance_level: RatioLevel = Field(
-        "token", description="One importance weight per token, or one per transition: the product over its tokens."
-    )
+    clip: float | None = Field(None, gt=0, lt=1)
+    """The ratio is clipped to [1 - clip, 1 + clip_high]; absent: 0.2, of GRPO's ratio per transition 3e-4 and 4e-4."""
+    clip_high: float | None = Field(None, gt=0, le=10)
+    """Upper clip range (DAPO); by default the lower one."""
+    beta: float = Field(0.0, ge=0, le=10)
+    """Weight of the KL to the initial weights; 0: no reference model."""
+    entropy: float = Field(0.0, ge=0, le=10)
+    """Weight of a bonus for the entropy of the policy's distribution at each token, in nats: keeps it exploring (0.001
+    to 0.01 are usual); 0: none."""
+    target_kl: float | None = Field(None, gt=0, le=10)
+    """For several optimizer steps in an update: the first one on whose tokens KL(old ‖ current) is above this (k3, mean
+    by weight) is not made, nor are those after it (0.01 to 0.05 are usual)."""
+    importance_cap: float | None = Field(None, ge=0, le=1000)
+    """Truncate importance weights old/behaviour here; 0: no weights. Absent: 2 with the engine 'verl', whose servers
+    compute otherwise than its training, else 0."""
+    importance_level: RatioLevel = "token"
+    """One importance weight per token, or one per transition: the product over its tokens."""
 
     def needs(self) -> frozenset[Capability]:
         """With a KL term a reference model besides; with a target KL an engine that can stop an update there."""
@@ -115,14 +99,15 @@ class PolicyGradientOptions(AlgorithmOptions):
 class GrpoOptions(PolicyGradientOptions):
     """Advantages relative to the group, clipped ratio, KL to the initial weights (arXiv 2402.03300)."""
 
-    std_normalization: bool = Field(True, description="Divide advantages by the group's standard deviation.")
-    epsilon: float = Field(1e-6, gt=0, le=1, description="Added to the group's standard deviation.")
-    ratio: RatioLevel = Field("token", description="One ratio per token, or one per transition (GSPO).")
-    normalize: Literal["sum", "each"] = Field(
-        "sum",
-        description="'each': every named reward is normalised within its group before the weighted sum, and the sums "
-        "over the batch (GDPO, arXiv 2601.05242); 'sum': the sum within its group.",
-    )
+    std_normalization: bool = True
+    """Divide advantages by the group's standard deviation."""
+    epsilon: float = Field(1e-6, gt=0, le=1)
+    """Added to the group's standard deviation."""
+    ratio: RatioLevel = "token"
+    """One ratio per token, or one per transition (GSPO)."""
+    normalize: Literal["sum", "each"] = "sum"
+    """'each': every named reward is normalised within its group before the weighted sum, and the sums over the batch
+    (GDPO, arXiv 2601.05242); 'sum': the sum within its group."""
 
     def needs(self) -> frozenset[Capability]:
         """Groups besides, and for GDPO named rewards."""
@@ -148,11 +133,9 @@ class GrpoOptions(PolicyGradientOptions):
 class TimeOptions(PolicyGradientOptions):
     """Settings of an algorithm that can own the time axis; if it does, credit must yield rewards."""
 
-    across_calls: bool = Field(
-        False,
-        description="Add up what came after a call inside the algorithm: credit must then yield rewards, not returns. "
-        "One trained call to the next is one step; what was earned between them belongs to the first.",
-    )
+    across_calls: bool = False
+    """Add up what came after a call inside the algorithm: credit must then yield rewards, not returns. One trained call
+    to the next is one step; what was earned between them belongs to the first."""
 
     def takes(self) -> CreditKind | None:
         """Which credited values it takes: across calls rewards instead of returns."""
@@ -162,12 +145,11 @@ class TimeOptions(PolicyGradientOptions):
 class ReinforceOptions(TimeOptions):
     """Returns normalised over the batch, clipped ratio, neither critic nor groups (arXiv 2501.03262)."""
 
-    gamma: float = Field(1.0, ge=0, le=1, description="With across_calls: what a reward is worth one call earlier.")
-    whitening: WhiteningUnit | Literal["off"] = Field(
-        "tokens",
-        description="What counts once in the batch's mean and deviation of the returns; 'off': neither, and the return "
-        "is the advantage. Recorded replies are then imitated in proportion to their rewards.",
-    )
+    gamma: float = Field(1.0, ge=0, le=1)
+    """With across_calls: what a reward is worth one call earlier."""
+    whitening: WhiteningUnit | Literal["off"] = "tokens"
+    """What counts once in the batch's mean and deviation of the returns; 'off': neither, and the return is the
+    advantage. Recorded replies are then imitated in proportion to their rewards."""
 
     @model_validator(mode="after")
     def _no_setting_without_effect(self) -> Self:
@@ -179,22 +161,18 @@ class ReinforceOptions(TimeOptions):
 class PpoOptions(TimeOptions):
     """A learned critic, advantages by GAE, clipped ratio and clipped value loss (arXiv 1707.06347)."""
 
-    gamma: float = Field(
-        1.0, ge=0, le=1, description="What a value is worth one step earlier: a token, or with across_calls a call."
-    )
-    lam: float = Field(
-        1.0, ge=0, le=1, description="GAE's λ: 0 trusts the critic one step ahead, 1 only what was observed."
-    )
-    whitening: WhiteningUnit | Literal["off"] = Field(
-        "tokens", description="What counts once in the batch's mean and deviation of the advantages; 'off': neither."
-    )
-    value_clip: float | None = Field(
-        0.2, gt=0, le=1000, description="How far a value may move in one update before its loss stops pulling."
-    )
-    critic_learning_rate: float = Field(
-        1e-5, gt=0, le=1, description="The critic's step size; its other optimizer settings are the policy's."
-    )
-    critic_epochs: int = Field(1, ge=1, le=100, description="The critic's passes over the batch in one update.")
+    gamma: float = Field(1.0, ge=0, le=1)
+    """What a value is worth one step earlier: a token, or with across_calls a call."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """GAE's λ: 0 trusts the critic one step ahead, 1 only what was observed."""
+    whitening: WhiteningUnit | Literal["off"] = "tokens"
+    """What counts once in the batch's mean and deviation of the advantages; 'off': neither."""
+    value_clip: float | None = Field(0.2, gt=0, le=1000)
+    """How far a value may move in one update before its loss stops pulling."""
+    critic_learning_rate: float = Field(1e-5, gt=0, le=1)
+    """The critic's step size; its other optimizer settings are the policy's."""
+    critic_epochs: int = Field(1, ge=1, le=100)
+    """The critic's passes over the batch in one update."""
 
     def needs(self) -> frozenset[Capability]:
         """A critic besides."""
@@ -204,21 +182,16 @@ class PpoOptions(TimeOptions):
 class DistillOptions(PolicyGradientOptions):
     """The policy's own replies made as likely as a teacher finds them, token by token (arXiv 2306.13649)."""
 
-    teacher: ModelPlace = Field(
-        description="The model to learn from, with the policy's tokenizer: a folder or a hub name, or the base URL of "
-        "an OpenAI-compatible server, ending in /v1, that returns `prompt_logprobs` as vLLM does."
-    )
-    teacher_model: str | None = Field(None, description="Of a served teacher its name on the server.")
-    teacher_key_env: str | None = Field(
-        None, description="Of a served teacher the environment variable that holds the server's key; absent: no key."
-    )
-    reward_weight: float = Field(
-        0.0,
-        ge=0,
-        le=1000,
-        description="How much GRPO's advantage of the credited return counts beside the teacher's log-ratio; 0: no "
-        "reward is looked at.",
-    )
+    teacher: ModelPlace
+    """The model to learn from, with the policy's tokenizer: a folder or a hub name, or the base URL of an
+    OpenAI-compatible server, ending in /v1, that returns `prompt_logprobs` as vLLM does."""
+    teacher_model: str | None = None
+    """Of a served teacher its name on the server."""
+    teacher_key_env: str | None = None
+    """Of a served teacher the environment variable that holds the server's key; absent: no key."""
+    reward_weight: float = Field(0.0, ge=0, le=1000)
+    """How much GRPO's advantage of the credited return counts beside the teacher's log-ratio; 0: no reward is looked
+    at."""
 
     def needs(self) -> frozenset[Capability]:
         """A teacher besides, of a served one the temperature of its log-probabilities, and for rewards groups."""
@@ -242,17 +215,13 @@ class DistillOptions(PolicyGradientOptions):
 class DpoOptions(BaseModel):
     """Better rollouts of a group made likelier than worse ones, without a reward model (arXiv 2305.18290)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    beta: float = Field(
-        0.1, gt=0, le=100, description="How strongly the policy is held to the initial weights: a larger one, the more."
-    )
-    margin: float | None = Field(
-        None,
-        ge=0,
-        description="Every two rollouts of a group are a pair whose returns differ by more than this; absent: of each "
-        "group only the best and the worst.",
-    )
+    beta: float = Field(0.1, gt=0, le=100)
+    """How strongly the policy is held to the initial weights: a larger one, the more."""
+    margin: float | None = Field(None, ge=0)
+    """Every two rollouts of a group are a pair whose returns differ by more than this; absent: of each group only the
+    best and the worst."""
 
     def needs(self) -> frozenset[Capability]:
         """The needs of DPO: groups to make pairs in, and what its loss compares."""
@@ -281,15 +250,13 @@ class RftOptions(AlgorithmOptions):
     Exactly one of `threshold`, `top_k` and `weights` says which rollouts are imitated.
     """
 
-    threshold: float | None = Field(None, description="Imitate the rollouts with at least this return.")
-    top_k: int | None = Field(
-        None, ge=1, description="Imitate so many rollouts of each group, those of highest return."
-    )
-    weights: Literal["advantage"] | None = Field(
-        None,
-        description="'advantage': imitate each transition in proportion to what its return is above the group's mean; "
-        "those below are left out.",
-    )
+    threshold: float | None = None
+    """Imitate the rollouts with at least this return."""
+    top_k: int | None = Field(None, ge=1)
+    """Imitate so many rollouts of each group, those of highest return."""
+    weights: Literal["advantage"] | None = None
+    """'advantage': imitate each transition in proportion to what its return is above the group's mean; those below are
+    left out."""
 
     def needs(self) -> frozenset[Capability]:
         """Groups besides, unless a threshold says what is good."""

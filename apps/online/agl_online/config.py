@@ -21,35 +21,24 @@ ApplicationName: TypeAlias = Annotated[str, Field(pattern=f"^{FOLDER_NAME.patter
 class OnlineSection(Section):
     """Sessions of real use, which `agl serve` records and takes feedback on (docs/deploy-and-learn.md)."""
 
-    upstream: str | None = Field(
-        None,
-        pattern=r"^https?://[^\s?#]+$",
-        description="The model server that answers: an OpenAI-compatible base URL, ending in /v1. With [learn] it is "
-        "absent: the run's own versions answer.",
-    )
-    upstream_key_env: str | None = Field(
-        None, min_length=1, description="The environment variable with that server's key."
-    )
-    model: str | None = Field(
-        None,
-        min_length=1,
-        description="The model there that answers, whatever the application asks for; absent: its only one, or the one "
-        "that the application asks for.",
-    )
-    applications: dict[ApplicationName, Annotated[int, Field(ge=1)]] = Field(
-        min_length=1,
-        description="The applications by name, each with the number of its keys. Another number makes other keys, and "
-        "the old ones invalid.",
-    )
-    idle_minutes: float = Field(30.0, gt=0, description="Minutes without a call after which a session has ended.")
-    redact: tuple[str, ...] = Field(
-        (),
-        description="What is replaced in texts before they are stored: names of patterns ('email', 'card', 'phone', "
-        "'ip', 'secret') and regular expressions of your own.",
-    )
-    keep_days: float | None = Field(
-        None, gt=0, description="A session is removed for good this many days after its end; absent: it is kept."
-    )
+    upstream: str | None = Field(None, pattern=r"^https?://[^\s?#]+$")
+    """The model server that answers: an OpenAI-compatible base URL, ending in /v1. With [learn] it is absent: the run's
+    own versions answer."""
+    upstream_key_env: str | None = Field(None, min_length=1)
+    """The environment variable with that server's key."""
+    model: str | None = Field(None, min_length=1)
+    """The model there that answers, whatever the application asks for; absent: its only one, or the one that the
+    application asks for."""
+    applications: dict[ApplicationName, Annotated[int, Field(ge=1)]] = Field(min_length=1)
+    """The applications by name, each with the number of its keys. Another number makes other keys, and the old ones
+    invalid."""
+    idle_minutes: float = Field(30.0, gt=0)
+    """Minutes without a call after which a session has ended."""
+    redact: tuple[str, ...] = ()
+    """What is replaced in texts before they are stored: names of patterns ('email', 'card', 'phone', 'ip', 'secret')
+    and regular expressions of your own."""
+    keep_days: float | None = Field(None, gt=0)
+    """A session is removed for good this many days after its end; absent: it is kept."""
 
     @field_validator("redact")
     @classmethod
@@ -71,37 +60,26 @@ class GateSection(Section):
     are fixed.
     """
 
-    tolerance: float = Field(
-        0.05,
-        ge=0,
-        description="How much lower its mean reward may be: the lower end of the 95% interval of the difference has to "
-        "be above -tolerance, in each held-out set and mode.",
-    )
+    tolerance: float = Field(0.05, ge=0)
+    """How much lower its mean reward may be: the lower end of the 95% interval of the difference has to be above
+    -tolerance, in each held-out set and mode."""
 
 
 class CanarySection(Section):
     """How a version that passed the gate is tried on a share of the sessions."""
 
-    share: float = Field(
-        0.1,
-        ge=0,
-        le=0.5,
-        description="The share of new sessions that it answers; 0: there is no canary, and what passes the gate "
-        "answers all new sessions.",
-    )
-    reward: tuple[float, float] = Field(
-        (0.0, 1.0), description="The smallest and the largest reward of a session; others count as these."
-    )
-    tolerance: float = Field(
-        0.1,
-        gt=0,
-        description="How much lower its live reward may be. It is promoted once the difference is above -tolerance "
-        "with confidence, and rolled back once it is below 0 with confidence.",
-    )
-    error: float = Field(
-        0.05, gt=0, le=0.5, description="The probability of a false promotion, and that of a false rollback, at most."
-    )
-    min_sessions: int = Field(10, ge=1, description="Rewarded sessions of each version before a promotion.")
+    share: float = Field(0.1, ge=0, le=0.5)
+    """The share of new sessions that it answers; 0: there is no canary, and what passes the gate answers all new
+    sessions."""
+    reward: tuple[float, float] = (0.0, 1.0)
+    """The smallest and the largest reward of a session; others count as these."""
+    tolerance: float = Field(0.1, gt=0)
+    """How much lower its live reward may be. It is promoted once the difference is above -tolerance with confidence,
+    and rolled back once it is below 0 with confidence."""
+    error: float = Field(0.05, gt=0, le=0.5)
+    """The probability of a false promotion, and that of a false rollback, at most."""
+    min_sessions: int = Field(10, ge=1)
+    """Rewarded sessions of each version before a promotion."""
 
     @model_validator(mode="after")
     def _has_a_range(self) -> Self:
@@ -114,20 +92,15 @@ class CanarySection(Section):
 class LearnSection(Section):
     """Learning from sessions of real use, whose versions are served through a gate and a canary (`agl learn`)."""
 
-    sessions_per_step: int = Field(16, ge=1, description="Rewarded sessions that a step waits for.")
-    offline_share: float = Field(
-        0.25,
-        ge=0,
-        lt=1,
-        description="The share of a step's groups that are rollouts of [tasks.train], so that the policy does not "
-        "forget them; 0: none.",
-    )
-    max_staleness: int = Field(
-        60,
-        ge=0,
-        description="How many updates old the weights that answered a session may be. Older sessions are dropped.",
-    )
-    propose_every: int = Field(20, ge=1, description="Steps after which the weights are proposed as a new version.")
+    sessions_per_step: int = Field(16, ge=1)
+    """Rewarded sessions that a step waits for."""
+    offline_share: float = Field(0.25, ge=0, lt=1)
+    """The share of a step's groups that are rollouts of [tasks.train], so that the policy does not forget them; 0:
+    none."""
+    max_staleness: int = Field(60, ge=0)
+    """How many updates old the weights that answered a session may be. Older sessions are dropped."""
+    propose_every: int = Field(20, ge=1)
+    """Steps after which the weights are proposed as a new version."""
     gate: GateSection = GateSection()
     canary: CanarySection = CanarySection()
 

@@ -29,35 +29,30 @@ _TIMEOUT = httpx.Timeout(600, connect=10)
 class ModelServer(Section):
     """A model of an OpenAI-compatible server."""
 
-    base_url: str = Field(pattern=r"^https?://[^\s?#]+$", description="The server's address, ending in /v1.")
-    model: str = Field(min_length=1, description="The model's name there.")
-    api_key_env: str | None = Field(
-        None,
-        min_length=1,
-        description="The environment variable with the server's key, which agents do not get to see.",
-    )
+    base_url: str = Field(pattern=r"^https?://[^\s?#]+$")
+    """The server's address, ending in /v1."""
+    model: str = Field(min_length=1)
+    """The model's name there."""
+    api_key_env: str | None = Field(None, min_length=1)
+    """The environment variable with the server's key, which agents do not get to see."""
 
 
 class OptimizeSection(Section):
     """Improving the prompts of `[prompts]` with `agl optimize` (docs/how-to/prompts.md)."""
 
-    proposer: ModelServer = Field(description="The model that writes prompts.")
-    upstream: ModelServer | None = Field(
-        None, description="The model that answers the agent; absent: the run's policies, which are not updated."
-    )
-    budget: int = Field(
-        300, ge=1, description="Rollouts at most. Those on held-out sets, before and after, are not counted."
-    )
-    patience: int = Field(
-        0, ge=0, description="Stop after so many candidates in a row without a better one; 0: do not."
-    )
-    validation: int = Field(
-        20,
-        ge=1,
-        description="Training tasks on which candidates are compared, at most half of a finite set; the others show "
-        "the proposer what goes wrong.",
-    )
-    minibatch: int = Field(3, ge=1, description="Rollouts that the proposer sees at a time.")
+    proposer: ModelServer
+    """The model that writes prompts."""
+    upstream: ModelServer | None = None
+    """The model that answers the agent; absent: the run's policies, which are not updated."""
+    budget: int = Field(300, ge=1)
+    """Rollouts at most. Those on held-out sets, before and after, are not counted."""
+    patience: int = Field(0, ge=0)
+    """Stop after so many candidates in a row without a better one; 0: do not."""
+    validation: int = Field(20, ge=1)
+    """Training tasks on which candidates are compared, at most half of a finite set; the others show the proposer what
+    goes wrong."""
+    minibatch: int = Field(3, ge=1)
+    """Rollouts that the proposer sees at a time."""
 
 
 class ServedModel(Engine):

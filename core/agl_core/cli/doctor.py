@@ -299,7 +299,7 @@ def describe(component: Component) -> dict[str, Any]:
                 "name": name,
                 "required": name in schema.get("required", ()),
                 "default": setting.get("default"),
-                "description": setting.get("description", ""),
+                "description": " ".join(setting.get("description", "").split()),
             }
             for name, setting in schema.get("properties", {}).items()
         ],

@@ -26,15 +26,14 @@ from agl_core.types import AlarmName, Ending, Mode
 class AgentSection(Section):
     """The agent to train."""
 
-    entry: str | None = Field(None, description="The agent as 'module:function'; the module may be beside this file.")
-    command: str | tuple[str, ...] | None = Field(
-        None,
-        description="Instead of entry: a program that is run for each rollout, with its task in AGL_TASK (JSON). Its "
-        "result is the last line that it prints if that is JSON, else all that it prints. It works in an empty folder "
-        "of its own, which is removed afterwards; arguments that name a file beside this one are made absolute "
-        "(docs/security.md).",
-    )
-    attach: bool = Field(True, description="Attach every installed adapter to the frameworks that the agent imports.")
+    entry: str | None = None
+    """The agent as 'module:function'; the module may be beside this file."""
+    command: str | tuple[str, ...] | None = None
+    """Instead of entry: a program that is run for each rollout, with its task in AGL_TASK (JSON). Its result is the
+    last line that it prints if that is JSON, else all that it prints. It works in an empty folder of its own, which is
+    removed afterwards; arguments that name a file beside this one are made absolute (docs/security.md)."""
+    attach: bool = True
+    """Attach every installed adapter to the frameworks that the agent imports."""
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
@@ -51,28 +50,31 @@ class AgentSection(Section):
 class TaskSection(OpenSection):
     """One set of tasks: the plugin that makes them, and its settings."""
 
-    source: str = Field(description="The task source plugin, for instance 'jsonl'.")
+    source: str
+    """The task source plugin, for instance 'jsonl'."""
 
 
 class PartSection(TaskSection):
     """One part of a mixture: a task source with its settings, and its weight."""
 
-    weight: float = Field(1.0, gt=0, description="Its share of the tasks, beside the weights of the other parts.")
+    weight: float = Field(1.0, gt=0)
+    """Its share of the tasks, beside the weights of the other parts."""
 
 
 class MixtureOptions(Section):
     """The parts of the task source `mixture`."""
 
-    parts: dict[str, PartSection] = Field(min_length=1, description="Task sources by a name of your choice.")
+    parts: dict[str, PartSection] = Field(min_length=1)
+    """Task sources by a name of your choice."""
 
 
 class SamplingSection(Section):
     """How replies are sampled; the rollout's mode decides, not the agent's code."""
 
-    temperature: float = Field(
-        1.0, gt=0, description="In training and in eval-sampled; eval-greedy takes the most probable token."
-    )
-    max_tokens: int = Field(1024, ge=1, description="Limit of a response if the agent sets none.")
+    temperature: float = Field(1.0, gt=0)
+    """In training and in eval-sampled; eval-greedy takes the most probable token."""
+    max_tokens: int = Field(1024, ge=1)
+    """Limit of a response if the agent sets none."""
 
 
 EndingReward: TypeAlias = float | Literal["drop", "score"]
@@ -87,71 +89,53 @@ _ENDINGS: Mapping[Ending, EndingReward] = {
 class StopSection(Section):
     """When training ends before its last step (docs/health.md#when-training-ends-early)."""
 
-    patience: int = Field(
-        0,
-        ge=0,
-        description="Training ends after this many evaluations in a row without a new best reward, on the set `eval` "
-        "(else the first one) in the first of eval.modes; 0: never.",
-    )
-    tolerance: float = Field(0.0, ge=0, description="A new best is above the best one before by more than this.")
-    alarms: dict[AlarmName, Annotated[int, Field(ge=1)]] = Field(
-        {},
-        description="Training ends with an error once one of these alarms has stood for so many steps: "
-        "`reward_collapse = 3`, for instance.",
-    )
+    patience: int = Field(0, ge=0)
+    """Training ends after this many evaluations in a row without a new best reward, on the set `eval` (else the first
+    one) in the first of eval.modes; 0: never."""
+    tolerance: float = Field(0.0, ge=0)
+    """A new best is above the best one before by more than this."""
+    alarms: dict[AlarmName, Annotated[int, Field(ge=1)]] = Field({})
+    """Training ends with an error once one of these alarms has stood for so many steps: `reward_collapse = 3`, for
+    instance."""
 
 
 class TrainSection(Section):
     """The training loop."""
 
-    steps: int = Field(100, ge=1, description="Updates to make.")
-    groups_per_step: int = Field(16, ge=1, description="Tasks per step; each makes one group of rollouts.")
-    group_size: int = Field(8, ge=1, description="Rollouts of each task.")
-    min_group_size: int = Field(2, ge=1, description="A group that lost more members is dropped.")
-    refill: int = Field(
-        0,
-        ge=0,
-        description="Groups that a step replaces by fresh ones, at most, because their rollouts' returns are all "
-        "equal: nothing would be learned from them (DAPO's dynamic sampling). As many as groups_per_step are usual.",
-    )
-    agents: tuple[str, ...] = Field(
-        ("*",),
-        description="Names or patterns of the agents to train; calls of other agents count only in the return. A title "
-        "or commit message that a program asks for itself is by the agent `housekeeping`, which has to be named.",
-    )
-    truncated: Literal["keep", "mask", "drop"] = Field(
-        "keep",
-        description="Responses that the token limit cut off. keep: trained on like others; mask: out of the loss, "
-        "while their rewards are compared with the group's (DAPO's overlong filtering); drop: their rollouts leave "
-        "the group.",
-    )
-    checkpoint_every: int = Field(
-        10, ge=1, description="Steps between checkpoints. A step with the best evaluation so far has one too."
-    )
-    keep_checkpoints: int = Field(
-        2, ge=1, description="Older ones are removed, but for the one with the best evaluation."
-    )
-    deterministic: bool = Field(False, description="Bit-exact repetition and resuming, at a cost in speed.")
-    patience: int = Field(
-        2,
-        ge=0,
-        description="Training stops with an error after this many steps in a row with nothing to train on, none for "
-        "a reason that goes away by itself (docs/bad-input.md); 0: it never stops, and has no first look at the agent.",
-    )
+    steps: int = Field(100, ge=1)
+    """Updates to make."""
+    groups_per_step: int = Field(16, ge=1)
+    """Tasks per step; each makes one group of rollouts."""
+    group_size: int = Field(8, ge=1)
+    """Rollouts of each task."""
+    min_group_size: int = Field(2, ge=1)
+    """A group that lost more members is dropped."""
+    refill: int = Field(0, ge=0)
+    """Groups that a step replaces by fresh ones, at most, because their rollouts' returns are all equal: nothing would
+    be learned from them (DAPO's dynamic sampling). As many as groups_per_step are usual."""
+    agents: tuple[str, ...] = ("*",)
+    """Names or patterns of the agents to train; calls of other agents count only in the return. A title or commit
+    message that a program asks for itself is by the agent `housekeeping`, which has to be named."""
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    """Responses that the token limit cut off. keep: trained on like others; mask: out of the loss, while their rewards
+    are compared with the group's (DAPO's overlong filtering); drop: their rollouts leave the group."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Steps between checkpoints. A step with the best evaluation so far has one too."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Older ones are removed, but for the one with the best evaluation."""
+    deterministic: bool = False
+    """Bit-exact repetition and resuming, at a cost in speed."""
+    patience: int = Field(2, ge=0)
+    """Training stops with an error after this many steps in a row with nothing to train on, none for a reason that goes
+    away by itself (docs/bad-input.md); 0: it never stops, and has no first look at the agent."""
     stop: StopSection = StopSection()
-    serving_gap: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="Training stops with an error after a step in which the probabilities of tokens, where they were "
-        "sampled and in training, differ by more than this on average, although the weights should be the same "
-        "(`update/prob_gap_mean`). Rounding explains far less: 6e-5 was measured where servers had the weights rounded "
-        "to bfloat16. 1: it never stops.",
-    )
-    endings: dict[Ending, EndingReward] = Field(
-        dict(_ENDINGS),
-        description="For each ending of a rollout: 'score' by the reward rules, a fixed terminal reward, or 'drop'.",
-    )
+    serving_gap: float = Field(0.2, gt=0, le=1)
+    """Training stops with an error after a step in which the probabilities of tokens, where they were sampled and in
+    training, differ by more than this on average, although the weights should be the same (`update/prob_gap_mean`).
+    Rounding explains far less: 6e-5 was measured where servers had the weights rounded to bfloat16. 1: it never
+    stops."""
+    endings: dict[Ending, EndingReward] = Field(dict(_ENDINGS))
+    """For each ending of a rollout: 'score' by the reward rules, a fixed terminal reward, or 'drop'."""
 
     @field_validator("endings")
     @classmethod
@@ -165,32 +149,23 @@ class AsyncSection(Section):
     A run without this table waits: its `max_staleness` is 0.
     """
 
-    max_staleness: int = Field(
-        4,
-        ge=0,
-        le=1000,
-        description="How many updates old the weights that answered an episode's oldest call may be. Older episodes "
-        "are dropped. 0: each step waits for all its rollouts, as in a run without [async].",
-    )
-    in_flight: int | None = Field(
-        None,
-        ge=1,
-        description="Groups under way at most, including complete ones that wait for an update; absent: "
-        "groups_per_step · (max_staleness + 1).",
-    )
+    max_staleness: int = Field(4, ge=0, le=1000)
+    """How many updates old the weights that answered an episode's oldest call may be. Older episodes are dropped. 0:
+    each step waits for all its rollouts, as in a run without [async]."""
+    in_flight: int | None = Field(None, ge=1)
+    """Groups under way at most, including complete ones that wait for an update; absent: groups_per_step ·
+    (max_staleness + 1)."""
 
 
 class EvalSection(Section):
     """Evaluation with the same agent, workers, gateway and store as training."""
 
-    every: int = Field(
-        20,
-        ge=0,
-        description="Steps between evaluations; there is one before and one after training. 0: `agl train` does not "
-        "evaluate.",
-    )
-    tasks: int = Field(200, ge=1, description="Tasks per evaluation set, from its start.")
-    modes: tuple[Mode, ...] = Field((Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED), description="How to sample.")
+    every: int = Field(20, ge=0)
+    """Steps between evaluations; there is one before and one after training. 0: `agl train` does not evaluate."""
+    tasks: int = Field(200, ge=1)
+    """Tasks per evaluation set, from its start."""
+    modes: tuple[Mode, ...] = (Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED)
+    """How to sample."""
 
     @field_validator("modes")
     @classmethod
@@ -203,48 +178,33 @@ class EvalSection(Section):
 class WorkerSection(Section):
     """The workers that run the agent."""
 
-    concurrency: int | None = Field(
-        None,
-        ge=1,
-        description="Rollouts run at the same time, by the trainer's workers together and by each `agl worker`; "
-        "absent: 128 as tasks, 32 as processes (see `isolation`).",
-    )
-    processes: int | None = Field(
-        None,
-        ge=0,
-        description="Worker processes that `agl train` starts beside itself for an async agent; absent: one for each "
-        "core, at most 16. 1: the agent runs in the trainer's own process. 0: leave all rollouts to `agl worker`.",
-    )
-    isolation: Literal["auto", "process"] = Field(
-        "auto",
-        description="process: each attempt has its own process, which is ended with everything that it started when "
-        "its time is up; auto: so it is for commands, sync agents, and with memory_mib; async agents run as tasks in "
-        "the worker's event loop. A warning names an agent that blocks that loop: set process for it.",
-    )
-    memory_mib: int | None = Field(
-        None, ge=64, description="MiB of memory that an attempt's process, or any that it starts, may ask for (Linux)."
-    )
-    timeout: float = Field(120.0, gt=0, description="Seconds an attempt may take.")
-    attempts: int = Field(
-        2,
-        ge=1,
-        description="Tries per rollout; an attempt is tried again only if it was lost, or failed before any LLM call.",
-    )
+    concurrency: int | None = Field(None, ge=1)
+    """Rollouts run at the same time, by the trainer's workers together and by each `agl worker`; absent: 128 as tasks,
+    32 as processes (see `isolation`)."""
+    processes: int | None = Field(None, ge=0)
+    """Worker processes that `agl train` starts beside itself for an async agent; absent: one for each core, at most 16.
+    1: the agent runs in the trainer's own process. 0: leave all rollouts to `agl worker`."""
+    isolation: Literal["auto", "process"] = "auto"
+    """process: each attempt has its own process, which is ended with everything that it started when its time is up;
+    auto: so it is for commands, sync agents, and with memory_mib; async agents run as tasks in the worker's event loop.
+    A warning names an agent that blocks that loop: set process for it."""
+    memory_mib: int | None = Field(None, ge=64)
+    """MiB of memory that an attempt's process, or any that it starts, may ask for (Linux)."""
+    timeout: float = Field(120.0, gt=0)
+    """Seconds an attempt may take."""
+    attempts: int = Field(2, ge=1)
+    """Tries per rollout; an attempt is tried again only if it was lost, or failed before any LLM call."""
 
 
 class PromptSection(Section):
     """A prompt of the agent, which `agl_core.prompt` gets by this name in rollouts (docs/how-to/prompts.md)."""
 
-    text: str | None = Field(None, description="The prompt; absent: what the agent itself has.")
-    replace: str | None = Field(
-        None,
-        min_length=1,
-        description="For agents that do not ask for it: the words in their system messages that the gateway replaces "
-        "by `text`.",
-    )
-    agents: tuple[str, ...] = Field(
-        ("*",), description="Names or patterns of the agents in whose calls it is replaced."
-    )
+    text: str | None = None
+    """The prompt; absent: what the agent itself has."""
+    replace: str | None = Field(None, min_length=1)
+    """For agents that do not ask for it: the words in their system messages that the gateway replaces by `text`."""
+    agents: tuple[str, ...] = ("*",)
+    """Names or patterns of the agents in whose calls it is replaced."""
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
@@ -258,20 +218,15 @@ class PromptSection(Section):
 class RewardSection(OpenSection):
     """One reward rule; its settings are beside these keys."""
 
-    rule: str | None = Field(None, description="The reward plugin; by default the table's own name.")
-    weight: float = Field(1.0, description="Its share in the terminal reward.")
-    modes: tuple[Mode, ...] = Field(
-        (Mode.TRAIN, Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED),
-        min_length=1,
-        description="The modes of the rollouts that it scores; 'use': those that are opened from outside the run.",
-    )
-    time_limit: float | None = Field(
-        None,
-        gt=0,
-        le=86_400,
-        description="Seconds that it may take for a rollout, or to compare a group; by default 60, of an isolated rule "
-        "10, of an async one 600.",
-    )
+    rule: str | None = None
+    """The reward plugin; by default the table's own name."""
+    weight: float = 1.0
+    """Its share in the terminal reward."""
+    modes: tuple[Mode, ...] = Field((Mode.TRAIN, Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED), min_length=1)
+    """The modes of the rollouts that it scores; 'use': those that are opened from outside the run."""
+    time_limit: float | None = Field(None, gt=0, le=86_400)
+    """Seconds that it may take for a rollout, or to compare a group; by default 60, of an isolated rule 10, of an async
+    one 600."""
 
 
 def _named_variables(settings: Any) -> Iterator[str]:
@@ -291,58 +246,51 @@ class RunConfig(Section):
 
     model_config = ConfigDict(serialize_by_alias=True, extra="allow")
 
-    config_version: Literal[1] = Field(description="The version of this format.")
-    name: str = Field("run", pattern=f"^{FOLDER_NAME.pattern}$", description="The run's folder below `runs`.")
-    runs: Path = Field(Path("runs"), description="Where run folders go, relative to the working directory.")
-    seed: int = Field(0, ge=0, description="Seed of all random choices.")
-    folder: Path = Field(
-        Path(), description="Where relative paths and the agent's module start, relative to this file."
-    )
-    plugins: tuple[Path, ...] = Field((), description="Your own plugin files, relative to this file.")
-    agent: AgentSection | None = Field(
-        None, description="The agent; it may be absent if training is on recorded rollouts and nothing is evaluated."
-    )
-    tasks: dict[str, TaskSection] = Field(
-        description="'train', and any number of held-out sets; the headline reports 'eval'."
-    )
-    policies: dict[str, PolicySection] = Field(
-        description="The models to train, by name (letters, digits, '.', '_' and '-'); 'default' if there is one."
-    )
+    config_version: Literal[1]
+    """The version of this format."""
+    name: str = Field("run", pattern=f"^{FOLDER_NAME.pattern}$")
+    """The run's folder below `runs`."""
+    runs: Path = Path("runs")
+    """Where run folders go, relative to the working directory."""
+    seed: int = Field(0, ge=0)
+    """Seed of all random choices."""
+    folder: Path = Path()
+    """Where relative paths and the agent's module start, relative to this file."""
+    plugins: tuple[Path, ...] = ()
+    """Your own plugin files, relative to this file."""
+    agent: AgentSection | None = None
+    """The agent; it may be absent if training is on recorded rollouts and nothing is evaluated."""
+    tasks: dict[str, TaskSection]
+    """'train', and any number of held-out sets; the headline reports 'eval'."""
+    policies: dict[str, PolicySection]
+    """The models to train, by name (letters, digits, '.', '_' and '-'); 'default' if there is one."""
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
     asynchronous: AsyncSection = Field(AsyncSection(max_staleness=0), alias="async")
-    buffer: PluginChoice = Field(
-        PluginChoice(name="fifo"), description="Which of the complete groups an update trains on."
-    )
+    buffer: PluginChoice = PluginChoice(name="fifo")
+    """Which of the complete groups an update trains on."""
     eval: EvalSection = EvalSection()
     workers: WorkerSection = WorkerSection()
     server: ServerSection = ServerSection()
     gateway: GatewaySection = GatewaySection()
-    prompts: dict[str, PromptSection] = Field(
-        default_factory=dict,
-        description="The agent's prompts, by name; or a file with these tables, such as `agl optimize` writes.",
-    )
-    rewards: dict[str, RewardSection] = Field(
-        default_factory=dict, description="Reward rules; without any, the reward is what the agent itself reports."
-    )
-    credit: PluginChoice = Field(
-        PluginChoice(name="identical"), description="How an episode's rewards are shared among its transitions."
-    )
-    algorithm: PluginChoice = Field(
-        PluginChoice(name="grpo"), description="What computes advantages from credited rewards, and the loss."
-    )
-    engine: PluginChoice = Field(PluginChoice(name="torch"), description="What holds, serves and trains the weights.")
-    store: PluginChoice = Field(PluginChoice(name="sqlite"), description="Where everything that happens is recorded.")
-    alarms: dict[AlarmName, Annotated[float, Field(gt=0)] | Literal[False]] = Field(
-        {},
-        description="Thresholds of alarms by their names, instead of those in docs/health.md; `no_contrast = false` "
-        "switches that one off.",
-    )
-    trackers: dict[str, dict[str, Any] | Literal[False]] = Field(
-        {},
-        description="Trackers by plugin name, with their settings. A run also has TensorBoard if it is installed; "
-        "`tensorboard = false` leaves it out.",
-    )
+    prompts: dict[str, PromptSection] = Field(default_factory=dict)
+    """The agent's prompts, by name; or a file with these tables, such as `agl optimize` writes."""
+    rewards: dict[str, RewardSection] = Field(default_factory=dict)
+    """Reward rules; without any, the reward is what the agent itself reports."""
+    credit: PluginChoice = PluginChoice(name="identical")
+    """How an episode's rewards are shared among its transitions."""
+    algorithm: PluginChoice = PluginChoice(name="grpo")
+    """What computes advantages from credited rewards, and the loss."""
+    engine: PluginChoice = PluginChoice(name="torch")
+    """What holds, serves and trains the weights."""
+    store: PluginChoice = PluginChoice(name="sqlite")
+    """Where everything that happens is recorded."""
+    alarms: dict[AlarmName, Annotated[float, Field(gt=0)] | Literal[False]] = Field({})
+    """Thresholds of alarms by their names, instead of those in docs/health.md; `no_contrast = false` switches that one
+    off."""
+    trackers: dict[str, dict[str, Any] | Literal[False]] = Field({})
+    """Trackers by plugin name, with their settings. A run also has TensorBoard if it is installed; `tensorboard =
+    false` leaves it out."""
 
     @property
     def plugin_files(self) -> tuple[Path, ...]:

@@ -38,15 +38,15 @@ def is_among(agent: str | None, patterns: Sequence[str]) -> bool:
 
 
 class Section(BaseModel):
-    """A table of the file; unknown keys are errors."""
+    """A table of the file; unknown keys are errors. The docstring of a key describes it to users."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class OpenSection(BaseModel):
     """A table whose further keys are a plugin's settings, which the plugin checks."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -59,9 +59,8 @@ class PluginChoice(OpenSection):
     `settings` are the tables by plugin name, as written in the file.
     """
 
-    name: str = Field(
-        description="The plugin to use; its settings are in the table of this name. Not needed beside one table alone."
-    )
+    name: str
+    """The plugin to use; its settings are in the table of this name. Not needed beside one table alone."""
 
     @model_validator(mode="before")
     @classmethod
@@ -75,43 +74,27 @@ class PluginChoice(OpenSection):
 class ServerSection(Section):
     """The Lightning Server: where agents and workers reach the run, and when a worker counts as lost."""
 
-    host: str = Field(
-        "127.0.0.1",
-        min_length=1,
-        description="The address to listen on. An address that other machines can reach requires a worker key of your "
-        "choice in AGL_WORKER_KEY. What crosses the network is not encrypted.",
-    )
-    port: int = Field(0, ge=0, le=65535, description="The port to listen on; 0 takes a free one.")
-    view_port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="The port of the pages in the browser; 0 takes a free one. They are for this machine alone, unless "
-        "`host` can be reached from others and AGL_OPERATOR_KEY is set: it is their password.",
-    )
-    lease: float = Field(
-        20.0,
-        gt=0,
-        description="Seconds without a heartbeat after which a worker's attempts are lost and tried again; it sends "
-        "four in this time.",
-    )
+    host: str = Field("127.0.0.1", min_length=1)
+    """The address to listen on. An address that other machines can reach requires a worker key of your choice in
+    AGL_WORKER_KEY. What crosses the network is not encrypted."""
+    port: int = Field(0, ge=0, le=65535)
+    """The port to listen on; 0 takes a free one."""
+    view_port: int = Field(0, ge=0, le=65535)
+    """The port of the pages in the browser; 0 takes a free one. They are for this machine alone, unless `host` can be
+    reached from others and AGL_OPERATOR_KEY is set: it is their password."""
+    lease: float = Field(20.0, gt=0)
+    """Seconds without a heartbeat after which a worker's attempts are lost and tried again; it sends four in this
+    time."""
 
 
 class PassthroughSection(Section):
     """Where requests go that no policy answers and that are not recorded: embeddings, moderations, audio, images."""
 
-    url: str | None = Field(
-        None,
-        pattern=r"^https?://[^\s?#]+$",
-        description="An OpenAI-compatible base URL, ending in /v1; absent: the model server that also answers the "
-        "model calls.",
-    )
-    api_key_env: str | None = Field(
-        None,
-        min_length=1,
-        description="The environment variable with that server's key. It is taken out of the server's environment, "
-        "so that agents do not have it.",
-    )
+    url: str | None = Field(None, pattern=r"^https?://[^\s?#]+$")
+    """An OpenAI-compatible base URL, ending in /v1; absent: the model server that also answers the model calls."""
+    api_key_env: str | None = Field(None, min_length=1)
+    """The environment variable with that server's key. It is taken out of the server's environment, so that agents do
+    not have it."""
 
 
 class GatewaySection(Section):
@@ -123,44 +106,43 @@ class GatewaySection(Section):
 class LoraSection(Section):
     """Train a low-rank adapter instead of all weights."""
 
-    rank: int = Field(16, ge=1, description="Rank of the update.")
-    alpha: float = Field(32.0, gt=0, description="Scale: the update is multiplied by alpha / rank.")
-    targets: tuple[str, ...] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        description="Names of the linear layers to adapt.",
-    )
+    rank: int = Field(16, ge=1)
+    """Rank of the update."""
+    alpha: float = Field(32.0, gt=0)
+    """Scale: the update is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers to adapt."""
 
 
 class ModelSection(Section):
     """The weights to start from."""
 
-    path: str = Field(description="A folder (relative to this file) or a Hugging Face hub name.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="auto: as saved. The torch engine takes float32 for bfloat16 on a CPU without instructions for it, "
-        "where float32 is several times as fast.",
-    )
-    trust_remote_code: bool = Field(False, description="Run modelling code that comes with the weights.")
-    lora: LoraSection | None = Field(None, description="Train a LoRA adapter; absent: all weights.")
+    path: str
+    """A folder (relative to this file) or a Hugging Face hub name."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: as saved. The torch engine takes float32 for bfloat16 on a CPU without instructions for it, where float32
+    is several times as fast."""
+    trust_remote_code: bool = False
+    """Run modelling code that comes with the weights."""
+    lora: LoraSection | None = None
+    """Train a LoRA adapter; absent: all weights."""
 
 
 class OptimizerSection(Section):
     """AdamW's settings; its moments decay by 0.9 and 0.999."""
 
-    learning_rate: float | None = Field(
-        None,
-        gt=0,
-        description="Step size after the warm-up; absent: by the model's size, 4e-4 for a million weights, 2e-5 for "
-        "135 million, 2e-6 for 7 billion, and ten times as much for a LoRA adapter (veRL: 1e-6 and 1e-5).",
-    )
-    schedule: Literal["constant", "cosine"] = Field(
-        "constant",
-        description="The step size over the run's train.steps: it stays constant, or falls to 0 along a cosine, so "
-        "that the policy settles and does not keep drifting.",
-    )
-    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which the step size grows linearly.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
+    learning_rate: float | None = Field(None, gt=0)
+    """Step size after the warm-up; absent: by the model's size, 4e-4 for a million weights, 2e-5 for 135 million, 2e-6
+    for 7 billion, and ten times as much for a LoRA adapter (veRL: 1e-6 and 1e-5)."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """The step size over the run's train.steps: it stays constant, or falls to 0 along a cosine, so that the policy
+    settles and does not keep drifting."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the step size grows linearly."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this global norm."""
 
 
 def rate_share(schedule: str, warmup_steps: int, *, steps: int, training_step: int, training_steps: int) -> float:
@@ -200,20 +182,16 @@ def policy_of(
 class PolicySection(Section):
     """A policy: the agents that it answers, its weights, and how it learns."""
 
-    agents: tuple[str, ...] = Field(
-        (),
-        description="Names or patterns of the agents that it answers, whatever model they ask for. If several policies "
-        "name an agent, the first in the file answers it. Any other agent gets the policy whose name is the model that "
-        "it asks for, else 'default', else the only one.",
-    )
+    agents: tuple[str, ...] = ()
+    """Names or patterns of the agents that it answers, whatever model they ask for. If several policies name an agent,
+    the first in the file answers it. Any other agent gets the policy whose name is the model that it asks for, else
+    'default', else the only one."""
     model: ModelSection
     optimizer: OptimizerSection = OptimizerSection()
-    algorithm: PluginChoice | None = Field(
-        None, description="This policy's own algorithm and its settings, like [algorithm]; absent: the run's."
-    )
-    credit: PluginChoice | None = Field(
-        None, description="This policy's own credit rule and its settings, like [credit]; absent: the run's."
-    )
+    algorithm: PluginChoice | None = None
+    """This policy's own algorithm and its settings, like [algorithm]; absent: the run's."""
+    credit: PluginChoice | None = None
+    """This policy's own credit rule and its settings, like [credit]; absent: the run's."""
 
 
 SMALLEST, LARGEST = 1e-6, 1e-3
