@@ -96,6 +96,11 @@ class Component:
     status_rules: tuple[Any, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def label(self) -> str:
+        """For messages: kind, name and origin."""
+        return f"{self.kind} '{self.name}' ({self.origin})"
+
 
 class Register:
     """The argument of `register_components`: call it for each component. It keeps those of one plugin."""

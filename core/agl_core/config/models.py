@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -229,16 +230,8 @@ class RewardSection(OpenSection):
     one 600."""
 
 
-def _named_variables(settings: Any) -> Iterator[str]:
-    """The values of all settings whose name ends in `_env`."""
-    if isinstance(settings, Mapping):
-        for name, value in settings.items():
-            if str(name).endswith("_env") and isinstance(value, str):
-                yield value
-            yield from _named_variables(value)
-    elif isinstance(settings, list | tuple):
-        for value in settings:
-            yield from _named_variables(value)
+_VARIABLE = re.compile(r'"\w+_env":"([^"]+)"')
+"""In a configuration as JSON, the environment variable that a setting names."""
 
 
 class RunConfig(Section):
@@ -300,7 +293,10 @@ class RunConfig(Section):
     def secret_variables(self, environment: Iterable[str]) -> set[str]:
         """The variables that an agent may not have: those that a setting `*_env` names, and trackers' (`WANDB_*`)."""
         trackers = tuple(f"{name.upper()}_" for name, options in self.trackers.items() if options is not False)
-        return {*_named_variables(self.model_dump()), *(name for name in environment if name.startswith(trackers))}
+        return {
+            *_VARIABLE.findall(self.model_dump_json()),
+            *(name for name in environment if name.startswith(trackers)),
+        }
 
     def as_file(self) -> dict[str, Any]:
         """The tables as a file has them; there are no tasks and policies where it names none."""

@@ -53,8 +53,7 @@ class Chosen:
 
     @property
     def label(self) -> str:
-        """For messages: kind, name and origin."""
-        return label(self.component)
+        return self.component.label
 
     @property
     def needs(self) -> frozenset[Capability]:
@@ -152,11 +151,6 @@ class LoadedConfig:
                 f"--set policies.{policy}.model.path=FOLDER."
             )
         return path
-
-
-def label(component: Component) -> str:
-    """A component for messages: kind, name and origin."""
-    return f"{component.kind} '{component.name}' ({component.origin})"
 
 
 def resolve(config: RunConfig, plugins: Plugins, report: Problems, needs: Collection[Kind]) -> LoadedConfig:
@@ -282,13 +276,13 @@ class _Resolver:
             self._report(kind).add(named_at or place, text)
             return None
         if clash := own.keys() & component.options.model_fields.keys():
-            text = f"{label(component)} calls a setting {clash}, which means something else here."
+            text = f"{component.label} calls a setting {clash}, which means something else here."
             self._report(kind).add(place, text)
             return None
         if kind == kinds.ALGORITHM:
             defaults = {key: value for key, value in self.defaults.items() if key in component.options.model_fields}
             settings = {**defaults, **settings}
-        options = self._report(kind).validated(component.options, settings, place, label(component))
+        options = self._report(kind).validated(component.options, settings, place, component.label)
         if options is None:
             return None
         self.settings[place] = {**own, **settings_of(options)}
