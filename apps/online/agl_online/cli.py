@@ -58,10 +58,7 @@ versions = typer.Typer(help=HELP["versions"], no_args_is_help=True)
 policy = typer.Typer(help=HELP["policy"], no_args_is_help=True)
 
 
-def serve(
-    target: Target,
-    set_: Set = [],  # noqa: B006
-) -> None:
+def serve(target: Target, set_: Set = []) -> None:
     """Stand between deployed applications and their model: record their sessions, and take feedback on them.
 
     The configuration has [online] with the applications and the model server (docs/deploy-and-learn.md). The run's
@@ -113,10 +110,7 @@ async def _signalled() -> None:
         await stopped.wait()
 
 
-def learn(
-    target: Target,
-    set_: Set = [],  # noqa: B006
-) -> None:
+def learn(target: Target, set_: Set = []) -> None:
     """Serve a run's versions to applications, learn from their sessions, and test each new version before it serves.
 
     The configuration has [online] with the applications, and [learn]. Everything runs on this machine: the engine that
@@ -283,7 +277,7 @@ def _decide(name: str, state: State, reason: str) -> str:
 
 
 @policy.command("export")
-def export_version(name: Saved, out: Out, set_: Set = []) -> None:  # noqa: B006
+def export_version(name: Saved, out: Out, set_: Set = []) -> None:
     """Write a version as a Hugging Face folder, with tokenizer, chat template and model card.
 
     It has all weights, or the adapter alone if the run trained one.
@@ -294,12 +288,7 @@ def export_version(name: Saved, out: Out, set_: Set = []) -> None:  # noqa: B006
 
 
 @policy.command("serve")
-def serve_policies(
-    names: Names,
-    host: Host = "127.0.0.1",
-    port: Port = 8400,
-    set_: Set = [],  # noqa: B006
-) -> None:
+def serve_policies(names: Names, host: Host = "127.0.0.1", port: Port = 8400, set_: Set = []) -> None:
     """Serve versions to any client of OpenAI's or Anthropic's APIs, without a trainer. Nothing is recorded.
 
     Requests name a version as their model, as it is named here. If only one is served, it answers whatever they name.

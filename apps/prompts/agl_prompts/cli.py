@@ -33,12 +33,7 @@ _ANSWERED_ELSEWHERE = (kinds.TASK_SOURCE, kinds.REWARD, kinds.STORE, kinds.SECTI
 """The kinds that are needed where no engine of this run answers."""
 
 
-def optimize(
-    config: Config = None,
-    seed: Seed = None,
-    set_: Set = [],  # noqa: B006
-    resume: Resume = None,
-) -> None:
+def optimize(config: Config = None, seed: Seed = None, set_: Set = [], resume: Resume = None) -> None:
     """Improve the agent's prompts by reflection on its rollouts, and print the rewards before and after.
 
     Weights stay as they are. The prompts are those of [prompts]; [optimize] says which model proposes others, and how

@@ -108,10 +108,10 @@ reward = typer.Typer(help="Try other rewards and credit on what was recorded.", 
 @reward.command("try")
 def try_(
     config: ConfigFile,
-    rollout: Ids = [],  # noqa: B006
+    rollout: Ids = [],
     step: TrainingStep = None,
     run: RunFolder = None,
-    set_: Set = [],  # noqa: B006
+    set_: Set = [],
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:

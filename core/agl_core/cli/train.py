@@ -61,8 +61,8 @@ DryRun = Annotated[
 def train(
     config: Config = None,
     seed: Seed = None,
-    set_: Set = [],  # noqa: B006
-    from_: From = [],  # noqa: B006
+    set_: Set = [],
+    from_: From = [],
     resume: Resume = None,
     engine: EngineName = None,
     dry_run: DryRun = False,
@@ -224,7 +224,7 @@ def evaluate(
     against: Against = None,
     success: Success = 1.0,
     seed: Seed = None,
-    set_: Set = [],  # noqa: B006
+    set_: Set = [],
     as_json: AsJson = False,
 ) -> None:
     """Evaluate on every held-out set, greedy and sampled, and print the rewards.

@@ -64,7 +64,7 @@ def work(
     command: Command = None,
     concurrency: Concurrency = None,
     drain: Drain = 30.0,
-    set_: Set = [],  # noqa: B006
+    set_: Set = [],
 ) -> None:
     """Run rollouts for `agl train TARGET` until that run is over. There may be any number of workers.
 
