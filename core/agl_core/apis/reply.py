@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
+from msgspec import UNSET, Struct
 
 from agl_core.apis.errors import ApiError
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_POLICY
 from agl_core.types import Choice, FinishReason, Json, Logprobs, PrefixBreak, TokenMask, Tokens
-from agl_core.types.forms import parse_json
+from agl_core.types.forms import parse_json, without_halves
 
 _OPENAIS_WORDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 """Clients may take no other finish reason."""
@@ -20,6 +22,56 @@ _PROMPT_IDS = b'"prompt_token_ids":'
 _LONG = 16 << 10
 """Bytes of a reply up to which reading all of it takes less than looking what is new."""
 _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
+
+
+class _SentLogprob(Struct, gc=False):
+    logprob: Json = None
+
+
+class _SentLogprobs(Struct):
+    content: list[_SentLogprob] | None = None
+
+
+class _SentChoice(Struct):
+    message: dict[str, Json]
+    index: int | None = None
+    finish_reason: Json = None
+    stop_reason: Json = None
+    logprobs: _SentLogprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class _ChoiceExtras(Struct):
+    mask: list[bool] | None = None
+    parse_error: str | None = None
+
+
+class _Extras(Struct):
+    """What agl's own model servers say beside the reply."""
+
+    choices: Sequence[_ChoiceExtras] = ()
+    version: int | None = None
+    prefix_broken: Json = None
+    prefilled: int = 0
+    reused: int = 0
+
+
+class _Sent(Struct):
+    """The part of a model server's reply that agl reads; anything else in it is passed over."""
+
+    choices: list[_SentChoice]
+    prompt_token_ids: list[int] | int | None = None
+    usage: Json = UNSET
+    object: Json = UNSET
+    created: Json = UNSET
+    model: Json = UNSET
+    system_fingerprint: Json = UNSET
+    service_tier: Json = UNSET
+    prompt_logprobs: Json = None
+    agl: _Extras | None = None
+
+
+_SENT, _IDS = msgspec.json.Decoder(_Sent), msgspec.json.Decoder(list[int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +123,7 @@ class RawReply:
         """Take it apart; ApiError 502 if it is no chat completion."""
         try:
             return _read(self, *(earlier or PromptIds()).parse(self.body))
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise not_a_completion(error, self.body) from error
 
 
@@ -115,25 +167,25 @@ class PromptIds:
     def __init__(self) -> None:
         self._text, self._ids = b"", _NO_TOKENS
 
-    def parse(self, body: bytes) -> tuple[Any, Tokens | None]:
-        """A reply's JSON, and its prompt ids."""
+    def parse(self, body: bytes) -> tuple[_Sent, Tokens | None]:
+        """A reply, and its prompt ids."""
         key = body.find(_PROMPT_IDS) if len(body) > _LONG else -1
         start = key + len(_PROMPT_IDS)
         start += body.startswith(b" ", start)
         if key >= 0 and body.startswith(b"[", start):
             end = body.find(b"]", start)
-            rest = parse_json(b"%b-1%b" % (body[:start], body[end + 1 :]))
-            if isinstance(rest, dict) and rest.get("prompt_token_ids") == -1:  # Else it is another object's key.
+            rest = _decode(b"%b-1%b" % (body[:start], body[end + 1 :]))
+            if rest.prompt_token_ids == -1:  # Else it is another object's key.
                 return rest, self._continue(body[start + 1 : end])
-        reply = parse_json(body)
-        return reply, _ids(reply.get("prompt_token_ids"))
+        sent = _decode(body)
+        return sent, _ids(sent.prompt_token_ids)
 
     def _continue(self, text: bytes) -> Tokens:
         added = text.removeprefix(self._text)
         if len(added) == len(text) or added[:1] not in (b"", b","):
-            ids = _tokens(parse_json(b"[%b]" % text))
+            ids = _tokens(_IDS.decode(b"[%b]" % text))
         else:
-            ids = np.concatenate([self._ids, _tokens(parse_json(b"[0%b]" % added))[1:]])
+            ids = np.concatenate([self._ids, _tokens(_IDS.decode(b"[0%b]" % added))[1:]])
         self._text, self._ids = text, ids
         return ids
 
@@ -154,47 +206,56 @@ def not_a_completion(error: Exception, body: bytes) -> ApiError:
     return ApiError(502, f"The model server's reply {problem}", type="upstream_error", code="upstream_garbage")
 
 
-def _read(raw: RawReply, body: Any, prompt_ids: Tokens | None) -> Reply:
-    extras = body.get("agl") or {}
-    extra_choices = extras.get("choices") or ()
-    choices = tuple(
-        _choice(place, choice, extra_choices[place] if place < len(extra_choices) else {}, raw.reply_id)
-        for place, choice in enumerate(body["choices"])
-    )
-    if not choices:
+def _decode(body: bytes) -> _Sent:
+    try:
+        return _SENT.decode(body)
+    except msgspec.DecodeError:
+        return _SENT.decode(without_halves(body.decode()))
+
+
+def _read(raw: RawReply, sent: _Sent, prompt_ids: Tokens | None) -> Reply:
+    if not sent.choices:
         raise ValueError("it has no choices")
+    extras = sent.agl or _Extras()
+    of_choices = [*extras.choices, *(_ChoiceExtras() for _ in sent.choices[len(extras.choices) :])]
+    choices = tuple(
+        _choice(place, choice, extra, raw.reply_id)
+        for place, (choice, extra) in enumerate(zip(sent.choices, of_choices, strict=False))
+    )
     sampled = [0 if choice.response_ids is None else len(choice.response_ids) for choice in choices]
-    usage = Usage.read(body.get("usage"), prompt_ids, sum(sampled))
+    usage = Usage.read(sent.usage, prompt_ids, sum(sampled))
     if all(sampled) and usage.completion > sum(sampled):
         choices = tuple(replace(choice, lacks_ids=True) for choice in choices)
-    if body.get("usage") is None and prompt_ids is not None and all(sampled):
-        body["usage"] = usage.counted()
-    version = extras.get("version")
-    version = raw.policy if version is None else version
+    if sent.usage in (None, UNSET) and prompt_ids is not None and all(sampled):
+        sent.usage = usage.counted()
+    logprobs = [of["logprobs"] for of in parse_json(raw.body)["choices"]] if raw.logprobs else [None] * len(choices)
+    completion = {
+        "id": raw.reply_id,
+        **{name: value for name in _TOP if (value := getattr(sent, name)) is not UNSET},
+        "choices": [
+            {
+                "index": choice.index,
+                "message": choice.message,
+                "logprobs": logprobs[place],
+                "finish_reason": _shown(sent.choices[place].finish_reason, choice.finish_reason),
+            }
+            for place, choice in enumerate(choices)
+        ],
+    }
+    orjson.dumps(completion)  # It raises where what is nested too deeply could not be passed on.
+    version = raw.policy if extras.version is None else extras.version
     return Reply(
         raw=raw,
         id=raw.reply_id,
-        completion={
-            "id": raw.reply_id,
-            **{name: body[name] for name in _TOP if name in body},
-            "choices": [
-                {
-                    "index": choice.index,
-                    "message": choice.message,
-                    "logprobs": sent.get("logprobs") if raw.logprobs else None,
-                    "finish_reason": _shown(sent.get("finish_reason"), choice.finish_reason),
-                }
-                for choice, sent in zip(choices, body["choices"], strict=True)
-            ],
-        },
+        completion=completion,
         choices=choices,
         prompt_ids=prompt_ids,
         version=None if version is None else int(version),
-        prefix_broken=_prefix_break(extras.get("prefix_broken")),
-        prefilled=int(extras.get("prefilled", 0)),
-        reused=int(extras.get("reused", 0)),
-        stop_sequence=_text(body["choices"][0].get("stop_reason")),
-        prompt_logprobs=body.get("prompt_logprobs"),
+        prefix_broken=_prefix_break(extras.prefix_broken),
+        prefilled=extras.prefilled,
+        reused=extras.reused,
+        stop_sequence=_text(sent.choices[0].stop_reason),
+        prompt_logprobs=sent.prompt_logprobs,
     )
 
 
@@ -226,18 +287,18 @@ def _count(value: Json, default: int) -> int:
     return value if type(value) is int and value >= 0 else default
 
 
-def _choice(place: int, raw: Mapping[str, Any], extra: Mapping[str, Any], reply_id: str) -> Choice:
-    message = _with_distinct_ids(_message(raw["message"]), f"call_{reply_id}_{place}")
-    ids = _ids(raw.get("token_ids"))
+def _choice(place: int, sent: _SentChoice, extra: _ChoiceExtras, reply_id: str) -> Choice:
+    message = _with_distinct_ids(_message(sent.message), f"call_{reply_id}_{place}")
+    ids = _ids(sent.token_ids)
     calls_tools = bool(message.get("tool_calls") or message.get("function_call"))
     return Choice(
-        index=int(raw.get("index", place)),
+        index=place if sent.index is None else sent.index,
         message=message,
-        finish_reason=FinishReason.read(raw.get("finish_reason"), calls_tools=calls_tools),
+        finish_reason=FinishReason.read(sent.finish_reason, calls_tools=calls_tools),
         response_ids=ids,
-        logprobs=_logprobs(raw.get("logprobs"), ids),
-        mask=_mask(extra.get("mask"), ids),
-        parse_error=extra.get("parse_error"),
+        logprobs=_logprobs(sent.logprobs, ids),
+        mask=_mask(extra.mask, ids),
+        parse_error=extra.parse_error,
     )
 
 
@@ -265,10 +326,8 @@ def distinct_id(id: str, others: Collection[str]) -> str:
     return own
 
 
-def _message(raw: Any) -> dict[str, Json]:
+def _message(raw: dict[str, Json]) -> dict[str, Json]:
     """A message as OpenAI's clients expect it: content as a text or null, and arguments as texts."""
-    if not isinstance(raw, dict):
-        raise TypeError("a message is no object")
     message: dict[str, Any] = {"role": "assistant", **raw}
     if isinstance(message.get("content"), list):
         message |= joined_content(message["content"])
@@ -317,33 +376,29 @@ def _shown(word: Json, reason: FinishReason) -> str:
     return FinishReason.LENGTH.value if reason.is_cut else reason.value
 
 
-def _ids(values: object) -> Tokens | None:
+def _ids(values: list[int] | int | None) -> Tokens | None:
     return None if values is None else _tokens(values)
 
 
-def _tokens(values: object) -> Tokens:
-    if not isinstance(values, list) or set(map(type, values)) - {int}:
-        raise TypeError("token ids are not a list of integers")
+def _tokens(values: list[int] | int) -> Tokens:
+    if isinstance(values, int):
+        raise TypeError("token ids are no list")
     return np.array(values, np.int32)
 
 
-def _logprobs(logprobs: Mapping[str, Any] | None, ids: Tokens | None) -> Logprobs | None:
+def _logprobs(logprobs: _SentLogprobs | None, ids: Tokens | None) -> Logprobs | None:
     """None where they do not belong one to one to the response's ids: better no value than a shifted one."""
     if logprobs is None or ids is None:
         return None
-    content = logprobs.get("content") or ()
-    if len(content) != len(ids):
-        return None
-    values = [entry.get("logprob") for entry in content]
-    if not {*map(type, values)} <= {int, float}:
+    values = [entry.logprob for entry in logprobs.content or ()]
+    if len(values) != len(ids) or not {*map(type, values)} <= {int, float}:
         return None
     return np.array(values, dtype=np.float32)
 
 
-def _mask(values: object, ids: Tokens | None) -> TokenMask | None:
+def _mask(values: list[bool] | None, ids: Tokens | None) -> TokenMask | None:
     if values is None or ids is None:
         return None
-    mask = np.asarray(values, dtype=np.bool_)
-    if mask.shape != ids.shape:
+    if len(values) != len(ids):
         raise ValueError("a mask is not as long as its response")
-    return mask
+    return np.array(values, dtype=np.bool_)
