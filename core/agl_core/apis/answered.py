@@ -12,22 +12,27 @@ All of it is in memory, bounded, and forgotten by a restart.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import msgspec
 import orjson
+from msgspec import Struct
 
 from agl_core.apis.reply import PromptIds, RawReply, Reply, called, reasoning_of
 from agl_core.capture.requests import HEADER_RETRIES
 from agl_core.types import Call, Json
-from agl_core.types.forms import parse_if_json
+from agl_core.types.forms import count_values, parse_if_json, parse_json
 
 Message: TypeAlias = Mapping[str, Json]
 """One message of a chat."""
 MAX_KEPT, MAX_RETRIED = 1000, 100
 """Finished exchanges kept per attempt, and those of them that a retry may ask for again; the oldest goes first."""
+_SHORT = 4 << 10
+"""Bytes of a request up to which reading all of it takes less than looking what is new."""
 _OVERHEAD = 2000
 """Bytes that the objects of an exchange take, at least."""
 MAX_KEPT_BYTES = 64 << 20
@@ -72,6 +77,64 @@ class Exchange:
     """Under which it is found; none once it is forgotten."""
 
 
+class SentMessages:
+    """The messages of an attempt's latest request, as text and as values.
+
+    The next turn's begin with them as a rule: only what it adds is parsed, checked and counted then.
+    """
+
+    def __init__(self) -> None:
+        self.text = b""
+        """The body up to the end of its last message."""
+        self.n_known = 0
+        """Messages of the body that are the very objects of the one before."""
+        self._head, self._messages, self._n_values = b"", list[Message](), 0
+
+    def count_values(self, body: bytes, limit: int) -> int:
+        """At most how many values a body has; exact above `limit`."""
+        added = body.removeprefix(self.text)
+        n_values = self._n_values + count_values(added, limit)
+        return n_values if n_values <= limit and len(added) < len(body) else count_values(body, limit)
+
+    def parse(self, body: bytes) -> Any:
+        """A body's JSON; orjson.JSONDecodeError if it is none."""
+        if self.text and body.startswith(self.text):
+            with contextlib.suppress(orjson.JSONDecodeError):
+                rest = b"%b-1%b" % (self._head, body[len(self.text) :])
+                parsed = parse_json(rest)
+                if (added := _messages(parsed))[:1] == [-1]:  # Else they are another object's.
+                    self.n_known, parsed["messages"] = len(self._messages), [*self._messages, *added[1:]]
+                    self._keep(body, rest, parsed["messages"])
+                    return parsed
+        self.text, self.n_known, self._n_values = b"", 0, 0
+        parsed = parse_json(body)
+        if len(body) > _SHORT and (messages := _messages(parsed)):
+            self._keep(body, body, messages)
+        return parsed
+
+    def _keep(self, body: bytes, parsed: bytes, messages: list[Message]) -> None:
+        """Note where the messages of a body end, of which that much was parsed."""
+        written = bytes(_SENT.decode(parsed).messages)
+        start = parsed.find(written)
+        if not self.text:
+            self._head = parsed[: start + 1]
+        text = body[: len(body) - len(parsed) + start + len(written) - 1]
+        self._n_values += count_values(text[len(self.text) :], len(text))
+        self.text, self._messages = text, messages
+
+
+def _messages(body: Json) -> list[Any]:
+    messages = body.get("messages") if isinstance(body, dict) else None
+    return messages if isinstance(messages, list) else []
+
+
+class _Sent(Struct):
+    messages: msgspec.Raw
+
+
+_SENT = msgspec.json.Decoder(_Sent)
+
+
 class Answered:
     """The exchanges of one attempt."""
 
@@ -87,7 +150,12 @@ class Answered:
         self._recorded: list[Call] = []
         self.size = 0
         """Bytes that are kept."""
-        self.prompt_ids = PromptIds()
+        self.prompt_ids, self.sent = PromptIds(), SentMessages()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of replies and requests, about."""
+        return self.size + 2 * len(self.sent.text)
 
     def retried(self, digest: int, count: int) -> Exchange | None:
         """The exchange that the `count`th retry of a request continues; None if it is a call of its own.
@@ -174,14 +242,14 @@ class Answered:
 
     def forget(self) -> None:
         """Forget the exchanges that are over."""
-        self.prompt_ids = PromptIds()
+        self.prompt_ids, self.sent = PromptIds(), SentMessages()
         for exchange in [*self._over]:
             self._forget(exchange)
 
     def clear(self) -> None:
         """Forget everything; what is still in flight is kept no more once it ends."""
         self._recorded.clear()
-        self.prompt_ids = PromptIds()
+        self.prompt_ids, self.sent = PromptIds(), SentMessages()
         for exchange in {exchange for exchanges in self._exchanges.values() for exchange in exchanges}:
             exchange.keys.clear()
         self._exchanges.clear()
@@ -259,14 +327,14 @@ class Budget:
 
     def update(self, answered: Answered) -> None:
         """Note what an attempt keeps after a reply."""
-        self._total += answered.size - self._sizes.pop(answered, 0)
-        self._sizes[answered] = answered.size
+        self._total += answered.kept_bytes - self._sizes.pop(answered, 0)
+        self._sizes[answered] = answered.kept_bytes
         while self._total > MAX_TOTAL_BYTES and len(self._sizes) > 1:
             oldest, size = self._sizes.popitem(last=False)
             self._total -= size
             oldest.forget()
         if len(self._sizes) > self._limit:  # Closed attempts have been cleared.
-            self._sizes = OrderedDict((other, other.size) for other in self._sizes if other.size)
+            self._sizes = OrderedDict((other, other.kept_bytes) for other in self._sizes if other.kept_bytes)
             self._total = sum(self._sizes.values())
             self._limit = max(64, 2 * len(self._sizes))
 

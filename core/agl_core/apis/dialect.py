@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Required
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from urllib.parse import quote
 
+import msgspec
 import orjson
-from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from agl_core.apis.answered import Answered, Message
 from agl_core.apis.errors import ApiError, openai_error, rendered
@@ -48,43 +48,40 @@ _HOUSEKEEPING = re.compile(
 )
 """Calls for titles and commit messages begin like this: opencode's, Claude Code's and Qwen Code's, aider's."""
 
-_Count = Annotated[int, Field(ge=1)]
+_MISSING = re.compile("field `(.*)`")
+_Count = Annotated[int, Meta(ge=1)]
 
 
-class _CommonFields(TypedDict, total=False):
+class _CommonFields(Struct, gc=False):
     """The fields of any API that the gateway itself reads; null is absent."""
 
-    model: str | None
-    stream: bool | None
-    stream_options: dict[str, Any] | None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None
-    seed: int | None
-    max_tokens: _Count | None
-    max_completion_tokens: _Count | None
-    max_output_tokens: _Count | None
-    n: Annotated[int, Field(ge=1, le=128)] | None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None
-    return_token_ids: bool | None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Json] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    max_output_tokens: _Count | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    return_token_ids: bool | None = None
 
 
-class _ChatMessage(TypedDict, total=False):
-    role: Required[str]
-    content: str | list[dict[str, Any]] | None
-    tool_calls: list[dict[str, Any]] | None
+class _ChatMessage(Struct, gc=False):
+    role: str
+    content: str | list[dict[str, Json]] | None = None
+    tool_calls: list[dict[str, Json]] | None = None
 
 
-class _Chat(TypedDict, total=False):
-    messages: Required[Annotated[list[_ChatMessage], Field(min_length=1)]]
-    tools: list[dict[str, Any]] | None
+class _Chat(Struct, gc=False):
+    messages: Annotated[list[_ChatMessage], Meta(min_length=1)]
+    tools: list[dict[str, Json]] | None = None
 
 
-_BODY, _CHAT = TypeAdapter(_CommonFields), TypeAdapter(_Chat)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelRequest:
+class ModelRequest(Struct, frozen=True, eq=False):
     """One request of an agent, checked."""
 
     body: Mapping[str, Json]
@@ -128,8 +125,7 @@ class ModelRequest:
         return {HEADER_IGNORED: notes} if notes else {}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Translation:
+class Translation(Struct, frozen=True, eq=False):
     """A request in the fields of a chat completion."""
 
     fields: Mapping[str, Json]
@@ -137,7 +133,7 @@ class Translation:
     max_tokens: int | None
     logprobs: bool = False
     conversation: Sequence[Message] | None = None
-    recorded: Mapping[str, Json] = field(default_factory=dict)
+    recorded: Mapping[str, Json] = {}
     """The fields that are recorded otherwise than they are forwarded."""
 
 
@@ -171,37 +167,39 @@ class Dialect(ABC):
         `answered` has the replies of the attempt so far: an echo of one becomes the upstream's own message again.
         """
         try:
-            return self._parse(json_object(raw), answered)
-        except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]
-            raise wrong(".".join(map(str, problem["loc"])), f"will not do: {problem['msg']}") from error
+            return self._parse(json_object(raw, answered.sent.parse), answered)
+        except msgspec.ValidationError as error:
+            problem, _, path = str(error).partition(" - at `$")
+            missing = _MISSING.search(problem)
+            param = re.sub(r"\W+", ".", f"{path}.{missing[1] if missing else ''}").strip(".")
+            raise wrong(param, f"will not do: {problem}") from error
         except KeyError as error:
             raise wrong(str(error.args[0]), "is missing", code="missing_required_parameter") from error
         except (TypeError, ValueError, AttributeError, IndexError) as error:
             raise ApiError(400, f"This is no request of the API {self.api}: {error}.", code="invalid_type") from error
 
     def _parse(self, body: dict[str, Any], answered: Answered) -> ModelRequest:
-        _BODY.validate_python(body, strict=True)
+        common = msgspec.convert(body, _CommonFields)
         for name in self.refused & body.keys():
             if body[name]:
                 raise unsupported(name, f"is not served here in {self.api}: leave it out")
-        if body.get("prompt_logprobs") is not None and body.get("stream"):
+        if common.prompt_logprobs is not None and common.stream:
             raise unsupported("prompt_logprobs", "is for replies that are not streamed")
         ignored = {name for name in self.ignored if body.get(name) not in (None, "disabled")}
         translation = self.translate(body, answered, ignored)
         passed = {name: value for name, value in body.items() if name not in self._own}
         chat = without_none({**passed, **translation.fields})
-        _CHAT.validate_python(chat, strict=True)
+        _check(chat, answered.sent.n_known if chat.get("messages") is body.get("messages") else 0)
         unrewritten = {name: value for name, value in body.items() if name not in self.rewritten}
-        options = body.get("stream_options") or {}
+        options = common.stream_options or {}
         return ModelRequest(
             body=body,
             chat=chat,
             recorded={**unrewritten, **chat, **translation.recorded},
-            model=body.get("model") or "",
-            stream=bool(body.get("stream")),
+            model=common.model or "",
+            stream=bool(common.stream),
             logprobs=translation.logprobs,
-            requested=Sampling(body.get("temperature"), body.get("top_p"), translation.max_tokens, body.get("seed")),
+            requested=Sampling(common.temperature, common.top_p, translation.max_tokens, common.seed),
             conversation=translation.conversation,
             ignored={*ignored, *(f"stream_options.{name}" for name in options.keys() - _STREAM_OPTIONS)},
         )
@@ -285,15 +283,23 @@ def joined_parts(parts: list[dict[str, Any]]) -> Json:
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def json_object(raw: bytes) -> dict[str, Any]:
+def json_object(raw: bytes, parse: Callable[[bytes], Any] = parse_json) -> dict[str, Any]:
     """A request body as a dict; ApiError 400 if it is none."""
     try:
-        body = parse_json(raw)
+        body = parse(raw)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, "The request body must be a JSON object.", code="invalid_json")
     return body
+
+
+def _check(chat: Mapping[str, Any], n_known: int) -> None:
+    """Check a chat, whose first messages were checked in the request before. ValidationError names what is wrong."""
+    try:
+        msgspec.convert({**chat, "messages": chat["messages"][n_known:]} if n_known else chat, _Chat)
+    except msgspec.ValidationError:
+        msgspec.convert(chat, _Chat)  # It counts all messages, and may have no new one.
 
 
 class ChatCompletions(Dialect):

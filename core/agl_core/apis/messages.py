@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import orjson
 
 from agl_core.apis.answered import Answered, Message
@@ -252,7 +252,7 @@ class _Events(BlockRenderer):
         self._request, self._reply_id = request, reply_id
 
     def start(self, head: Mapping[str, Any]) -> Iterable[Event]:
-        usage = replace(Usage.read(head.get("usage"), head.get("prompt_token_ids"), 0), completion=0)
+        usage = msgspec.structs.replace(Usage.read(head.get("usage"), head.get("prompt_token_ids"), 0), completion=0)
         message = _message(self._request, self._reply_id, usage)
         return {"type": "message_start", "message": message}, {"type": "ping"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_ti
 
 
 class _SentLogprob(Struct, gc=False):
-    logprob: Json = None
+    logprob: float | None = None
 
 
 class _SentLogprobs(Struct):
@@ -71,11 +71,11 @@ class _Sent(Struct):
     agl: _Extras | None = None
 
 
+_NO_EXTRAS = _Extras()
 _SENT, _IDS = msgspec.json.Decoder(_Sent), msgspec.json.Decoder(list[int])
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True):
     """Tokens of a call."""
 
     prompt: int
@@ -103,8 +103,7 @@ class Usage:
         }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RawReply:
+class RawReply(Struct, frozen=True, eq=False):
     """An upstream's reply with status 200, as it came, and what the gateway makes of it.
 
     Replies are kept like this for retries: taken apart, each is a dozen objects for the garbage collector.
@@ -127,8 +126,7 @@ class RawReply:
             raise not_a_completion(error, self.body) from error
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reply:
+class Reply(Struct, frozen=True, eq=False):
     """A chat completion in vLLM's shape, taken apart."""
 
     raw: RawReply
@@ -216,19 +214,17 @@ def _decode(body: bytes) -> _Sent:
 def _read(raw: RawReply, sent: _Sent, prompt_ids: Tokens | None) -> Reply:
     if not sent.choices:
         raise ValueError("it has no choices")
-    extras = sent.agl or _Extras()
-    of_choices = [*extras.choices, *(_ChoiceExtras() for _ in sent.choices[len(extras.choices) :])]
-    choices = tuple(
-        _choice(place, choice, extra, raw.reply_id)
-        for place, (choice, extra) in enumerate(zip(sent.choices, of_choices, strict=False))
-    )
+    extras = sent.agl or _NO_EXTRAS
+    choices = tuple([_choice(place, choice, extras, raw.reply_id) for place, choice in enumerate(sent.choices)])
     sampled = [0 if choice.response_ids is None else len(choice.response_ids) for choice in choices]
     usage = Usage.read(sent.usage, prompt_ids, sum(sampled))
     if all(sampled) and usage.completion > sum(sampled):
         choices = tuple(replace(choice, lacks_ids=True) for choice in choices)
     if sent.usage in (None, UNSET) and prompt_ids is not None and all(sampled):
         sent.usage = usage.counted()
-    logprobs = [of["logprobs"] for of in parse_json(raw.body)["choices"]] if raw.logprobs else [None] * len(choices)
+    logprobs = (
+        [own.get("logprobs") for own in parse_json(raw.body)["choices"]] if raw.logprobs else [None] * len(choices)
+    )
     completion = {
         "id": raw.reply_id,
         **{name: value for name in _TOP if (value := getattr(sent, name)) is not UNSET},
@@ -287,7 +283,8 @@ def _count(value: Json, default: int) -> int:
     return value if type(value) is int and value >= 0 else default
 
 
-def _choice(place: int, sent: _SentChoice, extra: _ChoiceExtras, reply_id: str) -> Choice:
+def _choice(place: int, sent: _SentChoice, extras: _Extras, reply_id: str) -> Choice:
+    extra = extras.choices[place] if place < len(extras.choices) else _ChoiceExtras()
     message = _with_distinct_ids(_message(sent.message), f"call_{reply_id}_{place}")
     ids = _ids(sent.token_ids)
     calls_tools = bool(message.get("tool_calls") or message.get("function_call"))
@@ -391,9 +388,7 @@ def _logprobs(logprobs: _SentLogprobs | None, ids: Tokens | None) -> Logprobs | 
     if logprobs is None or ids is None:
         return None
     values = [entry.logprob for entry in logprobs.content or ()]
-    if len(values) != len(ids) or not {*map(type, values)} <= {int, float}:
-        return None
-    return np.array(values, dtype=np.float32)
+    return None if len(values) != len(ids) or None in values else np.array(values, np.float32)
 
 
 def _mask(values: list[bool] | None, ids: Tokens | None) -> TokenMask | None:
@@ -401,4 +396,4 @@ def _mask(values: list[bool] | None, ids: Tokens | None) -> TokenMask | None:
         return None
     if len(values) != len(ids):
         raise ValueError("a mask is not as long as its response")
-    return np.array(values, dtype=np.bool_)
+    return np.array(values, np.bool_)

@@ -5,7 +5,6 @@ passed on without being recorded, the OpenAPI document, and what clients get at 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
@@ -148,7 +147,7 @@ class ModelCalls:
 
     def __init__(self, app: ASGIApp, gateway: Gateway, passthrough: Passthrough) -> None:
         self._app, self._gateway, self._passthrough = app, gateway, passthrough
-        self._bodies: Counter[AttemptKey | None] = Counter()
+        self._bodies: dict[AttemptKey | None, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = scope[HELD_BODY] = HeldBody(self._bodies)
@@ -278,7 +277,7 @@ class Passthrough:
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         url = f"{base.rstrip('/')}{route.removeprefix('/v1')}"
-        body = await read_body(request, attempt=attempt.key, is_json=False)
+        body = await read_body(request, attempt=attempt.key, count_values=None)
         attempt.passed_through[route.removeprefix("/v1/")] += 1
         if self._client is None:
             # A proxy of the environment is for servers elsewhere; the model server is asked directly everywhere.

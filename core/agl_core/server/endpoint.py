@@ -10,12 +10,13 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
+from msgspec import Struct
+from msgspec.structs import replace
 
 from agl_core.apis.streams import STREAM_TYPE
 
@@ -25,8 +26,7 @@ _FIRST_FINAL_STATUS = 200
 """Replies below are interim ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class HttpReply:
+class HttpReply(Struct, frozen=True):
     """A reply, whatever its status."""
 
     status: int

@@ -12,12 +12,13 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 from urllib.parse import unquote
 
 import orjson
+from msgspec import Struct, structs
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -56,26 +57,21 @@ _MAX_NOTES = 100
 """Different notes that are logged."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ModelCall:
+class _ModelCall(Struct, frozen=True, eq=False):
     """A request of an agent, whose it is, and in which API."""
 
     attempt: ActiveAttempt
     dialect: Dialect
     request: ModelRequest
     headers: Headers
+    agent: str | None
+    """Who makes the call, if the request says so."""
     id: str
     """The id under which it is recorded, unless the request retries another."""
 
     def reply_headers(self, reply_id: str, ignored: str | None) -> dict[str, str]:
         """Headers for the client; `ignored` is what the model server ignored of the request."""
         return {HEADER_CALL: reply_id, **self.attempt.reply_headers, **self.request.notes(ignored)}
-
-    @property
-    def agent(self) -> str | None:
-        """Who makes the call, if the request says so."""
-        name = self.headers.get(HEADER_AGENT)
-        return housekeeping(self.request.chat) if name is None else unquote(name)
 
     def policy(self, served: Destination) -> str:
         """The policy that answers it; ApiError 404 if there is none."""
@@ -123,15 +119,17 @@ class Gateway:
         live = LiveReply(connection, send)
         try:
             attempt = await self.attribution.open(request)
-            raw = await read_body(request, attempt=attempt.key)
+            sent = attempt.answered.sent
+            raw = await read_body(request, attempt=attempt.key, count_values=sent.count_values)
             parsed = dialect.parse(raw, attempt.answered)
             if not parsed.model:
                 served = self.current_destination(attempt).upstream.models
                 parsed = parsed.named(request.path_params.get("deployment"), served)
-            call = _ModelCall(attempt, dialect, parsed, request.headers, attempt.call_id(dialect.id_prefix))
-            if texts := replaced_prompts(self._prompts, attempt.rollout, call.agent):
+            name = request.headers.get(HEADER_AGENT)
+            agent = housekeeping(parsed.chat) if name is None else unquote(name)
+            if texts := replaced_prompts(self._prompts, attempt.rollout, agent):
                 parsed = parsed.with_system_texts(texts)
-                call = replace(call, request=parsed)
+            call = _ModelCall(attempt, dialect, parsed, request.headers, agent, attempt.call_id(dialect.id_prefix))
             if dialect.counts:
                 response = dialect.render(parsed, await self._counted(call))
             else:
@@ -178,7 +176,7 @@ class Gateway:
                 if name in request.query_params:
                     raise unsupported(name, "is not served where a response is fetched")
             stream = request.query_params.get("stream") == "true"
-            return dialect.render(replace(exchange.request, stream=stream), exchange.kept.read())
+            return dialect.render(structs.replace(exchange.request, stream=stream), exchange.kept.read())
         except Exception as error:
             return dialect.refuse(as_answer(error, request.url.path))
 

@@ -13,7 +13,6 @@ import gc
 import logging
 import socket
 import zlib
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, cast
 
@@ -56,7 +55,7 @@ HELD_BODY = "agl.body"
 """In a request's scope: its `HeldBody`."""
 MAX_HELD_OF_ATTEMPT, MAX_HELD = 128 << 20, 2 << 30
 """Weight of the bodies that are not answered yet: of one attempt, and of all requests."""
-_VALUE_WEIGHT, _SMALL_WEIGHT = 100, 32
+_VALUE_WEIGHT, _SMALL_WEIGHT = 100, 33
 """Bytes that a JSON value takes in memory; and for each byte of a small body, whose values are not counted."""
 _SMALL, _LARGE = 4 << 10, 1 << 20
 """Bytes up to which a body is small, and from which on it is unpacked and looked through off the event loop."""
@@ -265,7 +264,7 @@ class HttpConnection(HttpToolsProtocol):
 class HeldBody:
     """The memory that one request's body takes, from its first byte until the request is answered."""
 
-    def __init__(self, weights: Counter[AttemptKey | None]) -> None:
+    def __init__(self, weights: dict[AttemptKey | None, int]) -> None:
         self._weights, self._weight = weights, 0
         self.attempt: AttemptKey | None = None
         """The attempt that sent it, if one did; set before any weight is."""
@@ -273,32 +272,39 @@ class HeldBody:
     def add(self, weight: int) -> None:
         """ApiError if the attempt, or all requests, hold too much then."""
         self._weight += weight
-        for holder in {self.attempt, None}:
-            self._weights[holder] += weight
-        if self.attempt is not None and self._weights[self.attempt] > MAX_HELD_OF_ATTEMPT:
+        in_all = self._hold(None, weight)
+        if self.attempt is not None and self._hold(self.attempt, weight) > MAX_HELD_OF_ATTEMPT:
             problem = "The requests of this attempt that are not answered yet are too large together"
             raise ApiError(429, f"{problem}: wait for replies.", code="too_much_in_flight", retry_after=5)
         # Ordinary requests go on where large ones fill the space of all.
-        if self._weights[None] > MAX_HELD * (1 if self._weight > _LARGE else 2):
+        if in_all > MAX_HELD * (1 if self._weight > _LARGE else 2):
             problem = "The server holds too many large requests: this one may be sent again."
             raise ApiError(503, problem, type="server_error", code="too_much_in_flight", retry_after=5)
 
     def release(self) -> None:
         """The request is answered."""
         for holder in {self.attempt, None}:
-            self._weights[holder] -= self._weight
-            if not self._weights[holder]:
+            if not self._hold(holder, -self._weight):
                 del self._weights[holder]
+
+    def _hold(self, holder: AttemptKey | None, weight: int) -> int:
+        """What this holder holds with so much more."""
+        self._weights[holder] = held = self._weights.get(holder, 0) + weight
+        return held
 
 
 async def read_body(
-    request: Request, most: int | None = None, attempt: AttemptKey | None = None, *, is_json: bool = True
+    request: Request,
+    most: int | None = None,
+    attempt: AttemptKey | None = None,
+    *,
+    count_values: Callable[[bytes, int], int] | None = count_values,
 ) -> bytes:
     """The body of a request, without its content encoding; ApiError if it is too large, or breaks off.
 
-    It may have `most` bytes, by default as many as an agent may send, and `MAX_VALUES` if it `is_json`: parsing makes
-    an object of each value, however few bytes it has. Nothing is read of one that announces more. It counts as held
-    by the `attempt` that sent it.
+    It may have `most` bytes, by default as many as an agent may send, and `MAX_VALUES` unless it is no JSON and so has
+    no `count_values`: parsing makes an object of each value, however few bytes it has. Nothing is read of one that
+    announces more. It counts as held by the `attempt` that sent it.
     """
     most = MAX_AGENT_BODY if most is None else most
     held: HeldBody = request.scope[HELD_BODY]
@@ -313,8 +319,9 @@ async def read_body(
             raise ApiError(400, "The client hung up before its request was whole.", code="hung_up")
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        held.add(len(parts[-1]))
         more = message.get("more_body", False)
+        if more or size > _SMALL:
+            held.add(len(parts[-1]))
         if size > most:
             raise body_too_large(most)
     body = b"".join(parts)
@@ -325,7 +332,7 @@ async def read_body(
         raise ApiError(415, f"Content-Encoding {encoding!r} is not known here: send gzip or none.")
     if len(body) <= _SMALL:
         held.add(_SMALL_WEIGHT * len(body))
-    elif is_json:
+    elif count_values is not None:
         count = functools.partial(count_values, body, MAX_VALUES)
         values = count() if len(body) <= _LARGE else await asyncio.to_thread(count)
         if values > MAX_VALUES:

@@ -12,10 +12,11 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import orjson
+from msgspec.structs import replace
 
 from agl_core.apis.errors import CONTEXT_OVERFLOW, ENGINE_FAILED, UPSTREAM_GONE, ApiError, no_upstream, read_error
 from agl_core.apis.reply import not_a_completion

@@ -100,7 +100,11 @@ FAILURES: list[tuple[Any, int, str]] = [
     (Raw(b'{"choices": [{"index": 0, "message": 3, "finish_reason": "stop"}]}'), 502, "message"),
     (Raw(b'{"choices": [{"message": {"content": [{"type": "image", "image": "x"}]}}]}'), 502, "'image'"),
     (Raw(b'{"choices": [{"message": {"tool_calls": [{"function": {"arguments": "{}"}}]}}]}'), 502, "name"),
-    (Raw(b'{"choices": [{"index": 0, "message": {}, "finish_reason": "stop", "token_ids": ["1"]}]}'), 502, "integers"),
+    (
+        Raw(b'{"choices": [{"index": 0, "message": {}, "finish_reason": "stop", "token_ids": ["1"]}]}'),
+        502,
+        "token_ids[0]",
+    ),
     (Fail(422, {"detail": [{"loc": ["n"], "msg": "too many"}]}), 422, "too many"),
     (Fail(400, {"object": "error", "message": "no grammar for this schema", "code": 400}), 400, "no grammar"),
     (Fail(429), 429, "scripted failure"),

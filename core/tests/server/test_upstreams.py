@@ -8,7 +8,7 @@ import datetime
 import ipaddress
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
 from agl_core.protocols import Upstream
