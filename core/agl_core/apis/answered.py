@@ -33,6 +33,8 @@ MAX_KEPT, MAX_RETRIED = 1000, 100
 """Finished exchanges kept per attempt, and those of them that a retry may ask for again; the oldest goes first."""
 _SHORT = 4 << 10
 """Bytes of a request up to which reading all of it takes less than looking what is new."""
+_KNOWN = -0x61676C5F6B6E6F77
+"""Stands for the messages that are known, in the text that is parsed: a number that no client sends."""
 _OVERHEAD = 2000
 """Bytes that the objects of an exchange take, at least."""
 MAX_KEPT_BYTES = 64 << 20
@@ -100,9 +102,9 @@ class SentMessages:
         """A body's JSON; orjson.JSONDecodeError if it is none."""
         if self.text and body.startswith(self.text):
             with contextlib.suppress(orjson.JSONDecodeError):
-                rest = b"%b-1%b" % (self._head, body[len(self.text) :])
+                rest = b"%b%d%b" % (self._head, _KNOWN, body[len(self.text) :])
                 parsed = parse_json(rest)
-                if (added := _messages(parsed))[:1] == [-1]:  # Else they are another object's.
+                if (added := _messages(parsed))[:1] == [_KNOWN]:  # Else they are another object's.
                     self.n_known, parsed["messages"] = len(self._messages), [*self._messages, *added[1:]]
                     self._keep(body, rest, parsed["messages"])
                     return parsed

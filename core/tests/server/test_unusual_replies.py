@@ -11,8 +11,12 @@ from typing import Any
 import anthropic
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
+from agl_core.apis import answered
+from agl_core.apis.answered import SentMessages
 from agl_core.apis.errors import ApiError
 from agl_core.apis.reply import PromptIds, read_reply
 from agl_core.learning.batch import left_out
@@ -22,6 +26,7 @@ from agl_core.testing import episodes
 from agl_core.testing.scripts import Raw
 from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey, Call, DropReason, FinishReason, Symptom
+from agl_core.types.forms import parse_json
 
 from .server_aids import HELLO, client_of, closed
 
@@ -297,14 +302,39 @@ def test_prompt_ids_are_read_alike_whatever_reply_came_before() -> None:
         assert [ids_of(text, memory) for text in (before, after)] == [ids_of(text, None) for text in (before, after)]
 
 
+@given(st.data())
+def test_a_request_is_read_alike_whatever_request_came_before(data: st.DataObject) -> None:
+    values = st.recursive(
+        st.sampled_from([1, -1, None, 'a,]}[{"', "x\\", "é😀"]),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["messages", "a"]), inner),
+        max_leaves=4,
+    )
+    sent, messages, before = SentMessages(), [], data.draw(st.dictionaries(st.sampled_from("ab"), values))
+    for _ in range(4):
+        messages = data.draw(st.sampled_from([messages, []])) + data.draw(st.lists(values, max_size=3))
+        body = {**before, "messages": [f"{answered._SHORT * 'x'}", *messages], "after": data.draw(values)}
+        text = json.dumps(body, indent=data.draw(st.sampled_from([None, 1])))
+        text = data.draw(st.sampled_from([text, text[:-1], f'{text[:-1]}, "messages": {json.dumps(messages)}}}']))
+        results = list[Any]()
+        for parse in (sent.parse, parse_json):
+            try:
+                results.append(parse(text.encode()))
+            except ValueError:
+                results.append(None)
+        assert repr(results[0]) == repr(results[1])
+
+
 def test_a_turn_costs_what_it_adds() -> None:
     def cost(n_before: int) -> float:
         """Seconds to read and encode one of the turns that follow so many, the fastest."""
-        messages, ids, memory, pieces, seconds = HELLO, [7], PromptIds(), Pieces(1), []
+        messages, ids, memory, pieces, seconds = HELLO, [7], PromptIds(), Pieces(1), list[float]()
+        conversation = SentMessages()
         for turn in range(n_before + 15):
             messages, ids = [*messages, {"role": "user", "content": f"{turn} {'word ' * 99}"}], [*ids, *range(100)]
             body = json.dumps({"choices": [{"message": {"content": "x"}}], "prompt_token_ids": ids}).encode()
+            sent = json.dumps({"messages": messages}).encode()
             started = time.process_time()
+            conversation.parse(sent)
             reply = read_reply(body, {}, "x", logprobs=False, earlier=memory)
             encode([episodes.call(request={"messages": messages}, prompt_ids=reply.prompt_ids)], pieces)
             seconds.append(time.process_time() - started)
