@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct
 from agl_core.apis.errors import ApiError
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_POLICY
 from agl_core.types import Choice, FinishReason, Json, Logprobs, PrefixBreak, TokenMask, Tokens
-from agl_core.types.forms import parse_json, without_halves
+from agl_core.types.forms import parse_json
 
 _OPENAIS_WORDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 """Clients may take no other finish reason."""
@@ -120,8 +120,12 @@ class RawReply(Struct, frozen=True, eq=False):
 
     def read(self, earlier: PromptIds | None = None) -> Reply:
         """Take it apart; ApiError 502 if it is no chat completion."""
+        earlier = earlier or PromptIds()
         try:
-            return _read(self, *(earlier or PromptIds()).parse(self.body))
+            try:
+                return _read(self, *earlier.parse(self.body))
+            except orjson.JSONEncodeError:  # A number of more than 64 bits; what is nested too deeply raises again.
+                return _read(self, *earlier.parse(orjson.dumps(parse_json(self.body))))
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise not_a_completion(error, self.body) from error
 
@@ -207,8 +211,8 @@ def not_a_completion(error: Exception, body: bytes) -> ApiError:
 def _decode(body: bytes) -> _Sent:
     try:
         return _SENT.decode(body)
-    except msgspec.DecodeError:
-        return _SENT.decode(without_halves(body.decode()))
+    except (msgspec.DecodeError, RecursionError):
+        return _SENT.decode(orjson.dumps(parse_json(body)))  # It reads halves of surrogate pairs.
 
 
 def _read(raw: RawReply, sent: _Sent, prompt_ids: Tokens | None) -> Reply:

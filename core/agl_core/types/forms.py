@@ -81,16 +81,16 @@ def to_json(record: Any, apart: Collection[str] = (), *, brief: bool = False) ->
     {'rollout': 'r', 'attempt': 0, 'name': 'right', 'value': 1.0, 'source': 'rule', 'choice': 0}
     """
     values: dict[str, Json] = {}
-    for name, field in fields_of(type(record)).items():  # type: ignore[arg-type]
+    for name, (dump, _, optional, has_default) in fields_of(type(record)).items():  # type: ignore[arg-type]
         if name in apart:
             continue
         value = getattr(record, name)
-        if value is not None or not field.optional:
+        if value is not None or not optional:
             try:
-                values[name] = value if field.dump is _unchanged else field.dump(value)
+                values[name] = dump(value)
             except (AttributeError, TypeError, ValueError) as error:
                 raise ValueError(f"{name}: {error}") from error
-        elif not (brief and field.has_default):
+        elif not (brief and has_default):
             values[name] = None
     return values
 
