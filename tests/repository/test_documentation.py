@@ -85,6 +85,14 @@ def test_a_frameworks_words_for_a_failure_are_known_where_only_the_conversation_
     assert message_status(text) == (status, rule)
 
 
+def test_the_page_of_statuses_has_every_rule_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = re.findall(
+        r"(?m)^\| \d+ \| `([\w-]+)` \| .* \| (\w+) \| [^|]*\|$", (ROOT / "docs" / "tool-status.md").read_text()
+    )
+    rules = (*REPORTED, *_rules_of_adapters(monkeypatch), *WORDS)
+    assert rows == [(rule.name, str(rule.status)) for rule in rules]
+
+
 def test_the_readmes_run_is_the_one_that_was_measured() -> None:
     example = ROOT / "examples" / "calc"
     measured = json.loads((example / "results.json").read_text())["calc/seed 0"]["train_rewards"]

@@ -20,8 +20,6 @@ from agl_core.types import ToolStatus
 _RULES = (
     StatusRule(
         "crewai",
-        "`Error executing task with agent 'look'. Error: …`, `I encountered an error: …`, `Error executing tool: …`, "
-        "`Error executing tool. …`, `Tool not found`",
         ToolStatus.ERROR,
         begins(r"""
             (?: Error\ executing\ task\ with\ agent\ '[^'\n]{1,200}'\.\ Error
@@ -31,7 +29,6 @@ _RULES = (
           | Error\ executing\ tool\.\s
           | Tool\ not\ found\Z
         """),
-        "crewai 1.15.30",
     ),
 )
 

@@ -21,14 +21,11 @@ from agl_core.types import Identity, ToolStatus
 _RULES = (
     StatusRule(
         "haystack",
-        "``Failed to invoke Tool `look` with parameters {}. Error: no city``, "
-        "`Tool 'look' not found. Available tools: …`",
         ToolStatus.ERROR,
         begins(
             r"(?s: Failed\ to\ invoke\ Tool\ `[^`\n]{1,200}`\ with\ parameters\b (?: .*?\.\ Error:\s (?P<error>.*) )? )"
             r"| Tool\ '[^'\n]{1,200}'\ not\ found\.\ Available\ tools:"
         ),
-        "haystack-ai 3.4.0",
     ),
 )
 _AGENT, _COMPONENT, _STEP, _TOOL = (

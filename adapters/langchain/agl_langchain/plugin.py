@@ -9,10 +9,8 @@ from agl_core.types import ToolStatus
 _RULES = (
     StatusRule(
         "langgraph",
-        "`Error executing tool 'look' …`, `Error invoking tool 'look' …`",
         ToolStatus.ERROR,
         begins(r"(?s: Error\ (?:executing|invoking)\ tool\b (?: .*?\ with\ error:\s (?P<error>.*) )? )"),
-        "langgraph-prebuilt 1.1.2",
     ),
 )
 

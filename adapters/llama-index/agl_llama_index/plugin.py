@@ -9,10 +9,8 @@ from agl_core.types import ToolStatus
 _RULES = (
     StatusRule(
         "llama-index",
-        "`Tool look not found. Please select a tool that is available.`",
         ToolStatus.ERROR,
         begins(r"Tool\ \S{1,200}\ not\ found\.\ Please\ select\ a\ tool\ that\ is\ available\."),
-        "llama-index-core 0.14.25",
     ),
 )
 

@@ -12,17 +12,13 @@ from agl_core.types import ToolStatus
 _RULES = (
     StatusRule(
         "openai-agents",
-        "`An error occurred while running the tool …`, `Tool 'look' not found.`",
         ToolStatus.ERROR,
         begins(r"An\ error\ occurred\ while\ running\ the\ tool | Tool\ '[^'\n]{1,200}'\ not\ found\.\Z"),
-        "openai-agents 0.24.0",
     ),
     StatusRule(
         "openai-agents-timeout",
-        "`Tool 'look' timed out after 5 seconds.`",
         ToolStatus.TIMEOUT,
         begins(r"Tool\ '[^'\n]{1,200}'\ timed\ out\ after\ [\d.e+-]+\ seconds\."),
-        "openai-agents 0.24.0",
     ),
 )
 

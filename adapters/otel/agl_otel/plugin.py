@@ -24,22 +24,11 @@ if TYPE_CHECKING:
 
 
 # The words in which frameworks without an adapter of their own tell a model that a tool failed.
-STRANDS = (
-    StatusRule(
-        "strands",
-        "`Unknown tool: look`",
-        ToolStatus.ERROR,
-        begins(r"Unknown\ tool:\ \S{1,200}\Z"),
-        "strands-agents 1.62.0",
-    ),
-)
+STRANDS = (StatusRule("strands", ToolStatus.ERROR, begins(r"Unknown\ tool:\ \S{1,200}\Z")),)
 
 SEMANTIC_KERNEL = (
     StatusRule(
         "semantic-kernel",
-        "`An error occurred while invoking the function town-look: …`, `The tool call arguments are malformed. …`, "
-        "``The tool call with name `look` is not part of the provided tools, …``, "
-        "`Missing required argument(s): ['city']. Please revise the arguments …`",
         ToolStatus.ERROR,
         begins(r"""
             An\ error\ occurred\ while\ invoking\ the\ function\ \S{1,200}:\s (?P<error> .* )
@@ -49,56 +38,34 @@ SEMANTIC_KERNEL = (
           | (?: (?: Missing\ required | Received\ unexpected )\ argument\(s\):\ \[[^\]\n]{0,500}\]\.\ ){1,2}
             Please\ revise\ the\ arguments
         """),
-        "semantic-kernel 1.45.0",
     ),
 )
 
-AGNO = (
-    StatusRule(
-        "agno",
-        "`Error while decoding function arguments: …`",
-        ToolStatus.ERROR,
-        begins(r"Error\ while\ decoding\ function\ arguments:\s"),
-        "agno 3.1.10",
-    ),
-)
+AGNO = (StatusRule("agno", ToolStatus.ERROR, begins(r"Error\ while\ decoding\ function\ arguments:\s")),)
 
 OTHERS = (
     StatusRule(
         "camel",
-        "`Tool execution failed: Error executing tool 'look': …`, "
-        "`Tool execution failed: Tool 'look' not found in registered tools`",
         ToolStatus.ERROR,
         begins(r"""
             Tool\ execution\ failed:\ (?: Tool\ '[^'\n]{1,200}'\ not\ found\ in\ registered\ tools
               | Error\ executing\ (?: async\ )?tool\ '[^'\n]{1,200}':\s
                 (?: Execution\ of\ function\ .{1,2000}?\.\ Error:\s )? (?P<error> .* ) )
         """),
-        "camel-ai 0.2.90",
     ),
     StatusRule(
         "griptape",
-        "`Activity input JSON validation error: …`, `action path not found`",
         ToolStatus.ERROR,
         begins(r"Activity\ input\ JSON\ validation\ error:\s | action\ (?: path | name )\ not\ found\Z"),
-        "griptape 1.13.0",
     ),
-    StatusRule(
-        "mirascope",
-        "`Tool 'look' not found in registered tools`",
-        ToolStatus.ERROR,
-        begins(r"Tool\ '[^'\n]{1,200}'\ not\ found\ in\ registered\ tools\Z"),
-        "mirascope 2.8.2",
-    ),
+    StatusRule("mirascope", ToolStatus.ERROR, begins(r"Tool\ '[^'\n]{1,200}'\ not\ found\ in\ registered\ tools\Z")),
     StatusRule(
         "vercel",
-        "`Model tried to call unavailable tool 'look'. …`, `Invalid input for tool look: …`",
         ToolStatus.ERROR,
         begins(
             r"Model\ tried\ to\ call\ unavailable\ tool\ '[^'\n]{1,200}'\."
             r" | Invalid\ input\ for\ tool\ [^\s:]{1,200}:\s"
         ),
-        "ai 6.0.326",
     ),
 )
 """Of frameworks that need nothing switched on, or make no spans."""

@@ -4,8 +4,8 @@ The first rule that matches decides, and its name is kept with the tool result (
 failure counts: an exception, or a status "error". A reported success counts only if the tool's author set it, because
 frameworks call every tool that did not raise a "success". Otherwise the result decides.
 
-docs/tool-status.md shows the table. A framework's own words are brought by its adapter
-(`agl_core.adapter(…, status_rules=…)`), which names the version in whose source they were read.
+docs/tool-status.md has the table with examples, and the versions in whose source a framework's own words were read. Its
+adapter brings them (`agl_core.adapter(…, status_rules=…)`).
 """
 
 from __future__ import annotations
@@ -113,13 +113,9 @@ class StatusRule:
     """One rule of the table."""
 
     name: str
-    when: str
-    """The texts that it matches, in words; in backticks are examples."""
     status: ToolStatus
     """An ERROR whose beginning names a timeout is a TIMEOUT."""
     finds: Finder
-    read_from: str = ""
-    """The frameworks, with their versions, whose source or documentation has these words."""
 
 
 def begins(pattern: str) -> Finder:
@@ -181,70 +177,32 @@ def _is_timeout(error: BaseException) -> bool:
 REPORTED = (
     StatusRule(
         "raised-timeout",
-        "an exception that is a timeout, or was raised from one",
         ToolStatus.TIMEOUT,
         lambda seen: "" if seen.raised is not None and _is_timeout(seen.raised) else None,
     ),
-    StatusRule("raised", "any other exception", ToolStatus.ERROR, lambda seen: None if seen.raised is None else ""),
-    StatusRule(
-        "reported-error",
-        "a status `error` of the message, the span, the MCP server or the framework",
-        ToolStatus.ERROR,
-        _if(lambda seen: seen.reported == "error"),
-    ),
-    StatusRule(
-        "unknown",
-        "nothing is known of the result: it was left out of the span, or of the `with` block",
-        ToolStatus.OK,
-        _if(lambda seen: not seen.is_known),
-    ),
-    StatusRule("empty", "nothing, `null`, `None`, `[]`, `{}`", ToolStatus.EMPTY, _if(lambda seen: seen.is_empty)),
-    StatusRule(
-        "reported-success",
-        "a status `success` that the tool's author set",
-        ToolStatus.OK,
-        _if(lambda seen: seen.reported is not None),
-    ),
+    StatusRule("raised", ToolStatus.ERROR, lambda seen: None if seen.raised is None else ""),
+    StatusRule("reported-error", ToolStatus.ERROR, _if(lambda seen: seen.reported == "error")),
+    StatusRule("unknown", ToolStatus.OK, _if(lambda seen: not seen.is_known)),
+    StatusRule("empty", ToolStatus.EMPTY, _if(lambda seen: seen.is_empty)),
+    StatusRule("reported-success", ToolStatus.OK, _if(lambda seen: seen.reported is not None)),
 )
 """Rules for what somebody said of the tool call."""
 
 WORDS = (
-    StatusRule(
-        "exit-code",
-        "a command's exit status other than 0, in the frame of a program: `Wall time: … Process exited with code 1 …`, "
-        '`Command: … Exit Code: 1 …`, `{"returncode": 1, "output": …}`',
-        ToolStatus.ERROR,
-        lambda seen: "" if _exit_code(seen) else None,
-        "Codex 0.171, Qwen Code 0.24, mini-swe-agent 2.4",
-    ),
-    StatusRule(
-        "exit-0",
-        "the same with the exit status 0",
-        ToolStatus.OK,
-        lambda seen: "" if _exit_code(seen) == 0 else None,
-        "Codex 0.171, Qwen Code 0.24, mini-swe-agent 2.4",
-    ),
-    StatusRule(
-        "traceback",
-        "`Traceback (most recent call last) …`",
-        ToolStatus.ERROR,
-        begins(r"Traceback\ \(most\ recent\ call\ last\)"),
-        "Python",
-    ),
+    StatusRule("exit-code", ToolStatus.ERROR, lambda seen: "" if _exit_code(seen) else None),
+    StatusRule("exit-0", ToolStatus.OK, lambda seen: "" if _exit_code(seen) == 0 else None),
+    StatusRule("traceback", ToolStatus.ERROR, begins(r"Traceback\ \(most\ recent\ call\ last\)")),
     StatusRule(
         "exception",
-        "the name of an exception: `ValueError: …`, `KeyError('x')`, `HTTPError 404`, `TimeoutError`",
         ToolStatus.ERROR,
         begins(rf"""
             (?: [\w.]{{1,200}}Error | [\w.]{{0,200}}Exception ) \s*:
           | (?: \w{{1,40}}\. ){{0,9}} [A-Z]\w{{0,60}} (?: Error | Exception | Timeout | TimeoutExpired )
             (?: \.?\Z | \(["'\d)] | \s+["'\d] | : (?! {_SETTING} ) )
         """),
-        "Python",
     ),
     StatusRule(
         "error",
-        "`Error: …` and `Error` alone; but not `Error: none`",
         ToolStatus.ERROR,
         begins(
             r"(?i: error ) (?: [.!]?\Z"
@@ -253,7 +211,6 @@ WORDS = (
     ),
     StatusRule(
         "http",
-        "the number of an error: `Error 404: …`, `404 Not Found`, `Client error '404 Not Found' for url …`",
         ToolStatus.ERROR,
         begins(rf"""(?i:
             (?: (?: http | api | server | client ) \s )? error \s (?: code \s )? [1-9]\d{{0,4}} \s*
@@ -263,11 +220,9 @@ WORDS = (
           | [45]\d\d \s (?: client | server ) \s error:
           | (?: http \s )? [45]\d\d \s (?: {_REASON} ) \s* (?: [.:\n] | \Z )
         )"""),
-        "openai 3.52, httpx 0.28, requests 2.34",
     ),
     StatusRule(
         "timed-out",
-        "`Timed out after 5 s`, `The request timed out.`, `Timeout: …`",
         ToolStatus.TIMEOUT,
         begins(rf"""(?i:
             (?! (?: no | not | none | neither | never | zero | if | when | why | how | whether | what | once | until
@@ -280,29 +235,15 @@ WORDS = (
                   | \s (?: after | during | expired | occurred | reached | trying | waiting | when | while ) \b
                   | \s (?: of \s )? \d\S* \s (?: \w+ \s )? exceeded \b ) )
         )"""),
-        "Python (subprocess, socket)",
     ),
-    StatusRule(
-        "status-field",
-        'a JSON object: `{"status": "error", "error_message": "no city"}`',
-        ToolStatus.ERROR,
-        _status_error,
-    ),
+    StatusRule("status-field", ToolStatus.ERROR, _status_error),
     StatusRule(
         "is-error-field",
-        'a JSON object: `{"isError": true}`, `{"is_error": true}`',
         ToolStatus.ERROR,
         lambda seen: "" if any(seen.fields.get(name) is True for name in ("isError", "is_error")) else None,
-        "MCP",
     ),
-    StatusRule(
-        "error-field",
-        'a JSON object: `{"error": "no city"}`; but not `null`, `false`, `0`, an empty value, a word for these, or a '
-        "fraction (a measurement)",
-        ToolStatus.ERROR,
-        _error_field,
-    ),
-    StatusRule("ok", "everything else", ToolStatus.OK, lambda seen: ""),
+    StatusRule("error-field", ToolStatus.ERROR, _error_field),
+    StatusRule("ok", ToolStatus.OK, lambda seen: ""),
 )
 """Rules for what the result itself says; the last one always matches."""
 
