@@ -175,9 +175,9 @@ def _try_adapter(adapter: Any) -> None:
     try:
         adapter.attach()
         adapter.attach()
-        assert asyncio.run(framework.Agent().run()) == Identity("solver")
         active = AttemptContext("r", 0, "http://127.0.0.1:9", "key", Recording())
         with running(active):
+            assert asyncio.run(framework.Agent().run()) == Identity("solver")
             for report in framework.on_tool_end:
                 report(framework.Agent(), "c1", "search", {}, None, ValueError("no city"))
         assert [(result.tool, result.tool_call_id, result.error) for result in active.recording.tool_results] == [

@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import functools
-import time
+import inspect
 import uuid
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from autogen_core import AgentId, BaseAgent, SingleThreadedAgentRuntime
 from autogen_core.tools import BaseTool, ToolResult, Workbench
 
-from agl_autogen.watching import Arguments, Watch, argument, watch
-from agl_core.capture import (
-    Decided,
-    Identity,
-    IdentityScope,
-    Recording,
-    current_attempt,
-    current_identity,
-    guarded,
-    message_status,
-    record_tool_result,
-)
+from agl_core.capture import AgentRun, ToolRun, guarded, message_status, wrap_once
 from agl_core.capture.context import HERE, Here, holding
-from agl_core.capture.reports import wrap_once
-
-
-class _Turn(Watch):
-    """An agent handles messages: the calls made meanwhile, also in tasks that it starts, are its calls."""
-
-    def __init__(self, agent: str, around: Here) -> None:
-        scope = IdentityScope(Identity(agent, parent_span=uuid.uuid4().hex), around.scope)
-        self._inside = replace(around, scope=scope)
-
-    def applied(self) -> AbstractContextManager[None]:
-        return holding(HERE, self._inside)
+from agl_core.capture.marking import open_runs
+from agl_core.capture.watching import Enter, in_rollout, within
 
 
 class _MessageId(str):
@@ -52,11 +30,11 @@ class _MessageId(str):
 @functools.cache
 def attach() -> None:
     """Watch every tool and workbench, and the agents on runtimes: the user's own, and the managers of teams."""
-    watch(BaseAgent, ("on_message",), _handling)
+    _watch_all(BaseAgent, ("on_message",), _handling)
     for name in ("send_message", "publish_message"):
         wrap_once(SingleThreadedAgentRuntime, name, _carrying)
-    watch(Workbench, ("call_tool", "call_tool_stream"), _in_workbench)
-    watch(BaseTool, ("run_json", "run_json_stream"), _by_itself)
+    _watch_all(Workbench, ("call_tool", "call_tool_stream"), _in_workbench)
+    _watch_all(BaseTool, ("run_json", "run_json_stream"), _by_itself)
 
 
 @functools.cache
@@ -64,7 +42,32 @@ def attach_agentchat() -> None:
     """Watch what AgentChat's agents do with messages, those of the user's own classes included."""
     from autogen_agentchat.base import ChatAgent
 
-    watch(ChatAgent, ("on_messages", "on_messages_stream"), _speaking)
+    _watch_all(ChatAgent, ("on_messages", "on_messages_stream"), lambda agent, *_, **__: AgentRun(agent.name))
+
+
+def _watch_all(root: type[Any], names: tuple[str, ...], enter: Enter) -> None:
+    """Watch methods of `root` and of all its subclasses, those defined later included."""
+    inherited = root.__dict__.get("__init_subclass__")
+    wrap = within(functools.partial(in_rollout, enter), streams=True)
+
+    def watch_own(kind: type[Any]) -> None:
+        for name in names:
+            method = kind.__dict__.get(name)
+            if inspect.isfunction(method) and not getattr(method, "__isabstractmethod__", False):
+                wrap_once(kind, name, wrap)
+
+    def init_subclass(cls: Any, /, **options: Any) -> None:
+        if inherited is None:
+            super(root, cls).__init_subclass__(**options)
+        else:
+            inherited.__func__(cls, **options)
+        watch_own(cls)
+
+    kinds = [root]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        watch_own(kind)
+    root.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
 
 
 def name_of(id: AgentId) -> str:
@@ -76,15 +79,13 @@ def name_of(id: AgentId) -> str:
     return id.type.removesuffix(f"_{id.key}")
 
 
-def _speaking(agent: Any, arguments: Arguments) -> Watch | None:
-    here = Here.now()
-    return _Turn(agent.name, here) if here.attempt else None
-
-
-def _handling(agent: BaseAgent, arguments: Arguments) -> Watch | None:
-    here, message_id = Here.now(), getattr(argument(arguments, 1, "ctx"), "message_id", None)
-    around = message_id.sent_by if isinstance(message_id, _MessageId) else here
-    return _Turn(name_of(agent.id), around) if around.attempt or here.attempt else None
+@contextmanager
+def _handling(agent: BaseAgent, message: Any = None, ctx: Any = None, **_: Any) -> Iterator[None]:
+    """An agent handles a message: the calls made meanwhile, also in tasks that it starts, are its calls."""
+    message_id = getattr(ctx, "message_id", None)
+    around = message_id.sent_by if isinstance(message_id, _MessageId) else Here.now()
+    with holding(HERE, around), in_rollout(AgentRun, name_of(agent.id)):
+        yield
 
 
 def _carrying(send: Any) -> Any:
@@ -96,71 +97,44 @@ def _carrying(send: Any) -> Any:
     return carrying
 
 
-class _ToolRun(Watch):
-    """A tool runs, by itself or in a workbench."""
+class _ToolRun(ToolRun):
+    """A tool runs, by itself or in a workbench, which makes a text of its exception.
 
-    def __init__(
-        self, recording: Recording, runner: BaseTool[Any, Any] | Workbench, tool: str, arguments: Any, id: str | None
-    ) -> None:
-        self._recording, self._runner, self._tool, self._arguments, self._id = recording, runner, tool, arguments, id
-        self._caller = current_identity()
-        self._span, self._started = uuid.uuid4().hex, time.time()
-        around = _running.get()
-        self._outer = around if around and around._caller is self._caller else None
-        self._result: Any = None
-        self._raised: Exception | None = None
-        """The tool's exception. A workbench makes text of it, so the tool's run passes it to that of its workbench."""
+    A workbench's tool, or the base class of a tool that overrides it, is the same run: it tells the outer one what it
+    raised.
+    """
 
-    def applied(self) -> AbstractContextManager[None]:
-        return holding(_running, self)
-
-    def item(self, item: Any) -> None:
-        self._result = item
+    def __init__(self, tool: str, id: str | None, arguments: Any, of: BaseTool[Any, Any] | Workbench) -> None:
+        super().__init__(tool, id or None, arguments, "autogen", of=of)
+        self._id, self._raised = id, None
+        around = next(open_runs(), None)
+        is_same = (
+            isinstance(around, _ToolRun) and around._id == id and (around.of is of or isinstance(around.of, Workbench))
+        )
+        self._same = around if is_same else None
 
     @guarded
-    def closed(self, error: Exception | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         error = error or self._raised
-        if self._outer and self._outer._runs(self):
-            self._outer._raised = error
-        elif error is not None:
-            self._report(error)
-        elif isinstance(self._runner, BaseTool):
-            text = self._runner.return_value_as_string(self._result)
-            self._report(text, message_status(text))
-        elif isinstance(self._result, ToolResult):
-            text = self._result.to_text(replace_image="[image]")
-            self._report(text, message_status(text, "error" if self._result.is_error else None))
-
-    def _runs(self, inner: _ToolRun) -> bool:
-        """True if `inner` is the same run: a workbench's tool, or the base class of a tool that overrides it."""
-        return inner._id == self._id and (inner._runner is self._runner or isinstance(self._runner, Workbench))
-
-    def _report(self, result: Any, decided: Decided | None = None) -> None:
-        caller = self._caller or Identity()
-        around = self._outer._span if self._outer else caller.parent_span
-        record_tool_result(
-            self._span,
-            self._tool,
-            result,
-            Identity(caller.agent, self._span, around),
-            decided=decided,
-            tool_call_id=self._id,
-            arguments=self._arguments,
-            started=self._started,
-            adapter="autogen",
-            recording=self._recording,
-        )
+        result: Any = self.result
+        if self._same is not None:
+            self._same._raised, self.only_failures, error = error, True, None
+        elif error is None and isinstance(self.of, BaseTool):
+            self.result = self.of.return_value_as_string(result)
+            self.decided = message_status(self.result)
+        elif error is None and isinstance(result, ToolResult):
+            self.result = result.to_text(replace_image="[image]")
+            self.decided = message_status(self.result, "error" if result.is_error else None)
+        else:
+            self.only_failures = True
+        super().end(error)
 
 
-_running: ContextVar[_ToolRun | None] = ContextVar("agl_autogen_tool", default=None)
+def _in_workbench(
+    workbench: Workbench, name: str, arguments: Any = None, _: Any = None, call_id: str | None = None, **__: Any
+) -> ToolRun:
+    return _ToolRun(name, call_id, arguments, workbench)
 
 
-def _in_workbench(workbench: Workbench, arguments: Arguments) -> Watch | None:
-    active, id = current_attempt(), argument(arguments, 3, "call_id") or None
-    tool, tool_arguments = argument(arguments, 0, "name"), argument(arguments, 1, "arguments")
-    return _ToolRun(active.recording, workbench, tool, tool_arguments, id) if active else None
-
-
-def _by_itself(tool: BaseTool[Any, Any], arguments: Arguments) -> Watch | None:
-    active, id = current_attempt(), argument(arguments, 2, "call_id") or None
-    return _ToolRun(active.recording, tool, tool.name, argument(arguments, 0, "args"), id) if active else None
+def _by_itself(tool: BaseTool[Any, Any], args: Any, _: Any = None, call_id: str | None = None, **__: Any) -> ToolRun:
+    return _ToolRun(tool.name, call_id, args, tool)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import agl_core
-from agl_core.capture import StatusRule, begins, current_attempt, enter_identity, report_problem
+from agl_core.capture import StatusRule, begins, identify, wrap_once
 from agl_core.capture.context import holding
-from agl_core.capture.reports import wrap_once
-from agl_core.types import Identity, ToolStatus
+from agl_core.capture.watching import in_rollout
+from agl_core.types import ToolStatus
 
 _RULES = (
     StatusRule(
@@ -28,15 +28,6 @@ _RULES = (
         ),
     ),
 )
-_AGENT, _COMPONENT, _STEP, _TOOL = (
-    "haystack.agent.run",
-    "haystack.component.run",
-    "haystack.agent.step",
-    "haystack.agent.step.tool",
-)
-_ENTERS = (_AGENT, _COMPONENT, _STEP)
-_NAMED_BY = {_COMPONENT: "haystack.component.name", _TOOL: "haystack.tool.name"}
-"""The tags with the names."""
 
 _tool: ContextVar[str | None] = ContextVar("agl_haystack_tool", default=None)
 """The tool that this context runs, unless a component or an agent runs in it."""
@@ -47,34 +38,31 @@ def haystack() -> None:
     """Haystack: the names of components in pipelines, and of agents that are tools."""
     from haystack.tracing.tracer import ProxyTracer
 
-    wrap_once(ProxyTracer, "trace", _naming)
+    wrap_once(ProxyTracer, "trace", _seen)
 
 
-def _naming(trace: Callable[..., AbstractContextManager[Any]]) -> Callable[..., AbstractContextManager[Any]]:
+def _seen(trace: Callable[..., AbstractContextManager[Any]]) -> Callable[..., AbstractContextManager[Any]]:
     @contextmanager
     def tracing(self: Any, operation_name: str, tags: dict[str, Any] | None = None, **given: Any) -> Iterator[Any]:
-        with ExitStack() as stack:
-            if current_attempt() is not None:
-                _enter(stack, operation_name, tags or {})
-            yield stack.enter_context(trace(self, operation_name, tags, **given))
+        with in_rollout(_inside, operation_name, tags or {}), trace(self, operation_name, tags, **given) as span:
+            yield span
 
     return tracing
 
 
-def _enter(stack: ExitStack, operation: str, tags: Mapping[str, Any]) -> None:
-    """Until the stack is closed, calls are those of what the span is about."""
-    try:
-        name = tags.get(_NAMED_BY.get(operation, ""))
-        if operation == _TOOL:
-            stack.enter_context(holding(_tool, name))
-        if operation not in _ENTERS:
-            return
-        if operation == _AGENT:
-            # An agent has no name of its own: it is known by the tool that it is, or by its place in a pipeline.
-            name = _tool.get()
-        span = uuid.uuid4().hex
-        stack.callback(enter_identity(Identity(name, span, span)).close)
-        if operation != _STEP:
-            stack.enter_context(holding(_tool, None))
-    except Exception as error:
-        report_problem(f"Reading the span {operation} of Haystack", error)
+@contextmanager
+def _inside(operation: str, tags: Mapping[str, Any]) -> Iterator[None]:
+    """In a span, calls are those of what it is about: a component, or an agent, which has no name of its own.
+
+    An agent is known by the tool that it is, or by its place in a pipeline.
+    """
+    kind, span = operation.removeprefix("haystack."), uuid.uuid4().hex
+    names = {"component.run": tags.get("haystack.component.name"), "agent.run": _tool.get(), "agent.step": None}
+    if kind == "agent.step.tool":
+        with holding(_tool, tags.get("haystack.tool.name")):
+            yield
+    elif kind in names:
+        with identify(names[kind], span=span, parent_span=span), holding(_tool, None):
+            yield
+    else:
+        yield

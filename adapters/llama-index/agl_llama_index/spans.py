@@ -48,25 +48,19 @@ class _Request:
 
 
 @dataclass(slots=True)
-class _Tool:
-    """A tool while it runs."""
-
-    name: str
-    arguments: Any
-    request: _Request | None
-    """None if it is not reported by itself: the step around it is, or another tool has called it."""
-    error: Exception | None = None
-    """The exception that it raised, of which an agent makes a text."""
-    started: float = field(default_factory=time.time)
-
-
-@dataclass(frozen=True, slots=True)
 class _Span:
     """A span that is open."""
 
     parent: str | None
     scope: IdentityScope
-    tool: _Tool | None = None
+    tool: str | None = None
+    """The tool that it runs, if it runs one."""
+    arguments: Any = None
+    request: _Request | None = None
+    """None if the tool is not reported by itself: the step around it is, or another tool has called it."""
+    error: Exception | None = None
+    """The exception that the tool raised, of which an agent makes a text."""
+    started: float = field(default_factory=time.time)
 
 
 class _Handler(BaseSpanHandler):  # type: ignore[misc]
@@ -99,14 +93,13 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
         if current_attempt() is None:
             return
         event = next((value for value in arguments.values() if isinstance(value, Event)), None)
-        tool, steps = None, None
+        who, tool, request, steps = Identity(None, id, id), None, None, None
         if isinstance(event, ToolCall):
             request = self._requests.get((parent, event.tool_id), _Request(None, parent, event.tool_id))
-            tool = _Tool(event.tool_name, event.tool_kwargs, request)
-            who = Identity(request.agent, id, id)
+            who, tool, arguments = Identity(request.agent, id, id), event.tool_name, event.tool_kwargs
         elif isinstance(instance, BaseTool):
-            tool = self._tool(instance, arguments, parent)
-            who = Identity(None, id, id)
+            request, tool = self._request_here(parent), instance.metadata.get_name()
+            arguments = _given(instance, arguments)
         elif name := getattr(event, "current_agent_name", None):
             who = Identity(name, id, id)
         elif isinstance(instance, BaseWorkflowAgent):
@@ -116,16 +109,16 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
             who, steps = Identity(type(instance).__name__, id), Steps()
         else:
             return
-        self._open[id] = _Span(parent, enter_identity(who, steps), tool)
+        self._open[id] = _Span(parent, enter_identity(who, steps), tool, arguments, request)
 
-    def _tool(self, tool: BaseTool, arguments: Mapping[str, Any], parent: str | None) -> _Tool:
-        """A tool that runs by itself, or in the step of an agent, or in another tool."""
-        around, request = self._open.get(parent or ""), None
-        if around is None or around.tool is None:
-            scope = current_scope()
-            who = scope.identity if scope else Identity()
-            request = _Request(who.agent, scope.steps.span() if scope and scope.steps else who.parent_span)
-        return _Tool(tool.metadata.get_name(), _given(tool, arguments), request)
+    def _request_here(self, parent: str | None) -> _Request | None:
+        """Who asks for a tool that runs by itself; None if it runs in the step of an agent, or in another tool."""
+        around = self._open.get(parent or "")
+        if around is not None and around.tool is not None:
+            return None
+        scope = current_scope()
+        who = scope.identity if scope else Identity()
+        return _Request(who.agent, scope.steps.span() if scope and scope.steps else who.parent_span)
 
     @guarded
     def _end(self, id: str, result: Any) -> None:
@@ -133,7 +126,7 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
         if span is None:
             return
         span.scope.close()
-        if span.tool:
+        if span.tool is not None:
             self._tool_ended(id, span, span.tool, result)
         elif isinstance(result, AgentOutput):
             in_reply = _tool_call_ids(result.response)
@@ -141,24 +134,24 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
                 known = call.tool_id if call.tool_id in in_reply else None
                 self._requests[span.parent, call.tool_id] = _Request(span.scope.identity.agent, id, known)
 
-    def _tool_ended(self, id: str, span: _Span, tool: _Tool, result: Any) -> None:
+    def _tool_ended(self, id: str, span: _Span, tool: str, result: Any) -> None:
         around = self._open.get(span.parent or "")
-        if around and around.tool and around.tool.name == tool.name:
-            around.tool.error = result if isinstance(result, Exception) else None
+        if around is not None and around.tool == tool:
+            around.error = result if isinstance(result, Exception) else None
         output = result.tool_output if isinstance(result, ToolCallResult) else result
         is_over = isinstance(output, ToolOutput | Exception) and not isinstance(output, WaitingForEvent)
-        if tool.request is None or not is_over:
+        if span.request is None or not is_over:
             return  # it was cancelled, or waits for a person and will run again
-        text, decided = _said(output, tool.error)
+        text, decided = _said(output, span.error)
         record_tool_result(
             id,
-            tool.name,
+            tool,
             text,
-            Identity(span.scope.identity.agent, id, tool.request.parent_span),
+            Identity(span.scope.identity.agent, id, span.request.parent_span),
             decided=decided,
-            tool_call_id=tool.request.tool_call_id,
-            arguments=tool.arguments,
-            started=tool.started,
+            tool_call_id=span.request.tool_call_id,
+            arguments=span.arguments,
+            started=span.started,
             adapter="llama-index",
         )
 

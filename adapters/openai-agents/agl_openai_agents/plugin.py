@@ -31,5 +31,5 @@ def openai_agents() -> Callable[[], Identity | None] | None:
 
     from agl_openai_agents import runs
 
-    runs.watch()
+    runs.attach()
     return runs.who_calls

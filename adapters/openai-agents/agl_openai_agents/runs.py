@@ -11,10 +11,10 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from contextvars import ContextVar, Token
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any
 
 from agents.agent_tool_state import get_agent_tool_state_scope, peek_agent_tool_run_result
 from agents.run_context import RunContextWrapper
@@ -32,13 +32,14 @@ from agl_core.capture import (
     jsonable,
     record_tool_result,
     report_problem,
+    watch,
+    wrap_once,
 )
 from agl_core.capture.context import current_scope, holding
-from agl_core.capture.reports import within, wrap_once
+from agl_core.capture.watching import Enter
 from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
 
-_Function: TypeAlias = Callable[..., Any]
 _MAX_CONTEXT = 1 << 20
 _UNTRACED = "no-op"
 """The id of all spans of a run whose tracing is disabled; they have their agents all the same."""
@@ -61,7 +62,7 @@ class _ToolRun:
 _running: ContextVar[_ToolRun | None] = ContextVar("agl_openai_agents_tool", default=None)
 
 
-def watch() -> None:
+def attach() -> None:
     """Wrap what the SDK asks models and runs tools with; calling it again changes nothing.
 
     The SDK's default processor sends its traces to its vendor, whatever endpoint the agent uses. It passes over what
@@ -71,9 +72,9 @@ def watch() -> None:
     processor: Any = default_processor()
     for event in ("on_trace_start", "on_span_end"):
         wrap_once(processor, event, _outside_rollouts)
-    for module, name, wrap in _SEAMS:
+    for module, name, enter in _SEAMS:
         try:
-            wrap_once(import_module(module), name, wrap)
+            watch(import_module(module), name, enter)
         except Exception as error:
             report_problem(f"Watching {module}.{name} of the OpenAI Agents SDK", error)
 
@@ -123,11 +124,8 @@ def _id(span: Span[Any]) -> str | None:
 
 
 @contextmanager
-def _tool_run(*_: Any, function_tool: Any = None, context: Any = None, **__: Any) -> Iterator[_ToolRun | None]:
+def _tool_run(*_: Any, function_tool: Any = None, context: Any = None, **__: Any) -> Iterator[_ToolRun]:
     """Around one tool: what it returned or raised."""
-    if current_attempt() is None:
-        yield None
-        return
     run = _ToolRun(function_tool)
     try:
         with holding(_running, run):
@@ -138,27 +136,18 @@ def _tool_run(*_: Any, function_tool: Any = None, context: Any = None, **__: Any
     _report_result(run, context)
 
 
-@contextmanager
-def _failure_noted(*_: Any, **named: Any) -> Iterator[None]:
+def _note_failure(*_: Any, function_tool: Any, error: BaseException, **__: Any) -> None:
     """Where an exception becomes a text for the model (`failure_error_function`)."""
-    _note_failure(**named)
-    yield
-
-
-@guarded
-def _note_failure(*, function_tool: Any, error: BaseException, **_: Any) -> None:
     run = _running.get()
     if run is not None and run.tool.name == function_tool.name:  # and not one that this tool calls by itself
         run.error = error
 
 
-@contextmanager
-def _mcp_failure_noted(result: Any) -> Iterator[None]:
+def _note_mcp_failure(result: Any) -> None:
     """Where a result of an MCP server loses its `isError`."""
     run = _running.get()
     if run is not None and (getattr(result, "isError", False) or getattr(result, "is_error", False)):
         run.decided = failure_status("")
-    yield
 
 
 @guarded
@@ -185,15 +174,15 @@ def _report(run: _ToolRun, context: Any, result: Any) -> None:
     )
 
 
-@contextmanager
-def _context_carried(*args: Any, **kwargs: Any) -> Iterator[None]:
+def _context_carried(*args: Any, **kwargs: Any) -> AbstractContextManager[IdentityScope] | None:
     """While a function asks the model: its requests carry the fields of the run's context."""
-    scope = _enter((*args, *kwargs.values()))
-    try:
-        yield
-    finally:
-        if scope is not None:
-            scope.close()
+    wrapper = next((value for value in (*args, *kwargs.values()) if isinstance(value, RunContextWrapper)), None)
+    variables = _variables_of(wrapper.context) if wrapper else None
+    if not variables:
+        return None
+    around = current_scope()
+    who, steps = (around.identity, around.steps) if around else (Identity(), None)
+    return closing(enter_identity(who, steps, variables))
 
 
 def _variables_of(context: Any) -> Mapping[str, Json] | None:
@@ -204,25 +193,10 @@ def _variables_of(context: Any) -> Mapping[str, Json] | None:
     return {name: value for name, value in fields.items() if not name.startswith("_")}
 
 
-def _enter(arguments: tuple[Any, ...]) -> IdentityScope | None:
-    if current_attempt() is None:
-        return None
-    try:
-        wrapper = next((value for value in arguments if isinstance(value, RunContextWrapper)), None)
-        variables = _variables_of(wrapper.context) if wrapper else None
-    except Exception as error:
-        report_problem("Reading the context of a run", error)
-        return None
-    if not variables:
-        return None
-    around = current_scope()
-    return enter_identity(around.identity if around else Identity(), around.steps if around else None, variables)
-
-
-_SEAMS: tuple[tuple[str, str, Callable[[_Function], _Function]], ...] = (
-    ("agents.run_internal.tool_execution", "_invoke_function_tool_with_metadata", within(_tool_run)),
-    ("agents.tool", "maybe_invoke_function_tool_failure_error_function", within(_failure_noted)),
-    ("agents.mcp.util", "result_structured_content", within(_mcp_failure_noted)),
-    ("agents.run_internal.run_loop", "get_new_response", within(_context_carried)),
-    ("agents.run_internal.run_loop", "run_single_turn_streamed", within(_context_carried)),
+_SEAMS: tuple[tuple[str, str, Enter], ...] = (
+    ("agents.run_internal.tool_execution", "_invoke_function_tool_with_metadata", _tool_run),
+    ("agents.tool", "maybe_invoke_function_tool_failure_error_function", _note_failure),
+    ("agents.mcp.util", "result_structured_content", _note_mcp_failure),
+    ("agents.run_internal.run_loop", "get_new_response", _context_carried),
+    ("agents.run_internal.run_loop", "run_single_turn_streamed", _context_carried),
 )

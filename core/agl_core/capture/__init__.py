@@ -15,6 +15,7 @@ from agl_core.capture.context import identify as identify
 from agl_core.capture.context import running as running
 from agl_core.capture.context import state as state
 from agl_core.capture.context import unpack_variables as unpack_variables
+from agl_core.capture.marking import AgentRun as AgentRun
 from agl_core.capture.marking import ToolRun as ToolRun
 from agl_core.capture.marking import agent as agent
 from agl_core.capture.marking import tool as tool
@@ -27,11 +28,12 @@ from agl_core.capture.reports import prompt as prompt
 from agl_core.capture.reports import record_tool_result as record_tool_result
 from agl_core.capture.reports import report_problem as report_problem
 from agl_core.capture.reports import reward as reward
-from agl_core.capture.reports import wrap_once as wrap_once
 from agl_core.capture.status import Decided as Decided
 from agl_core.capture.status import StatusRule as StatusRule
 from agl_core.capture.status import begins as begins
 from agl_core.capture.status import failure_status as failure_status
 from agl_core.capture.status import message_status as message_status
 from agl_core.capture.status import status_of as status_of
+from agl_core.capture.watching import watch as watch
+from agl_core.capture.watching import wrap_once as wrap_once
 from agl_core.types import Identity as Identity

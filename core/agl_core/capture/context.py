@@ -125,7 +125,7 @@ class IdentityScope:
     where the token of a context variable cannot be used.
     """
 
-    __slots__ = ("attempt", "identity", "is_open", "outer", "steps", "variables")
+    __slots__ = ("attempt", "identity", "is_open", "outer", "run", "steps", "variables")
 
     def __init__(
         self,
@@ -134,6 +134,7 @@ class IdentityScope:
         steps: Steps | None = None,
         variables: Mapping[str, Json] | None = None,
         attempt: AttemptContext | None = None,
+        run: Any = None,
     ) -> None:
         self.identity, self.outer, self.is_open = identity, outer, True
         self.variables: Mapping[str, Json] = variables or (outer.variables if outer else {})
@@ -142,6 +143,8 @@ class IdentityScope:
         """In which each call begins a step; None if the framework itself has a span around each call."""
         self.attempt = attempt
         """The one that runs inside, if no other does: an adapter has begun it."""
+        self.run = run
+        """The run of an agent or a tool (`agl_core.capture.marking`) that it is, if it is one."""
 
     def close(self) -> None:
         """End it in all contexts; closing it again changes nothing."""
@@ -184,7 +187,7 @@ def move(**changes: Any) -> None:
 def current_attempt() -> AttemptContext | None:
     """The attempt that this context, or else the whole process, or else an adapter runs; None outside any rollout."""
     own = HERE.get().attempt
-    return own or _of_process or next((scope.attempt for scope in _open_scopes() if scope.attempt), None)
+    return own or _of_process or next((scope.attempt for scope in open_scopes() if scope.attempt), None)
 
 
 @contextmanager
@@ -264,10 +267,10 @@ def current_identity() -> Identity | None:
 
 def current_scope() -> IdentityScope | None:
     """The innermost open scope of this context."""
-    return next(_open_scopes(), None)
+    return next(open_scopes(), None)
 
 
-def _open_scopes() -> Iterator[IdentityScope]:
+def open_scopes() -> Iterator[IdentityScope]:
     """Those of this context, innermost first."""
     scope = HERE.get().scope
     while scope is not None:
@@ -281,6 +284,7 @@ def enter_identity(
     steps: Steps | None = None,
     variables: Mapping[str, Json] | None = None,
     attempt: AttemptContext | None = None,
+    run: Any = None,
 ) -> IdentityScope:
     """From now on, in this context and those copied from it, `identity` makes the calls, until the scope is closed.
 
@@ -290,7 +294,7 @@ def enter_identity(
     outer = current_scope()
     if identity.agent is None and outer:
         identity = replace(identity, agent=outer.identity.agent)
-    entered = IdentityScope(identity, outer, steps, variables, attempt)
+    entered = IdentityScope(identity, outer, steps, variables, attempt, run)
     move(scope=entered)
     return entered
 

@@ -6,14 +6,14 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 from agl_core.capture import context
-from agl_core.capture.reports import guarded, record_tool_result, routine_of, within
+from agl_core.capture.reports import guarded, record_tool_result
 from agl_core.capture.status import Decided, unknown_status
+from agl_core.capture.watching import routine_of, within
 from agl_core.errors import AgentError
 from agl_core.types import Identity
 
@@ -22,21 +22,51 @@ F = TypeVar("F", bound=Callable[..., Any])
 _NOT_SET: Any = object()
 
 
-class AgentRun:
-    """One run of an agent. If it `only_calls`, the code around it runs the tools that its calls ask for."""
+class Run:
+    """One run of an agent or a tool: a context manager, or from `start` to `end` where these are events."""
 
-    def __init__(self, name: str, *, only_calls: bool = False) -> None:
+    def __init__(self, of: Any = None) -> None:
+        self.of = of
+        """What runs, as the framework's adapter knows it."""
         self.result: Any = None
-        self._name, self._only_calls = name, only_calls
         self._scope: context.IdentityScope | None = None
         self._outer: context.Step | None = None
 
+    def start(self) -> None:
+        """It begins in this context."""
+
+    def end(self, error: BaseException | None) -> None:
+        """It has ended, or raised this."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(error)
+
+
+def open_runs() -> Iterator[Run]:
+    """The runs that go on in this context, innermost first."""
+    return (scope.run for scope in context.open_scopes() if scope.run is not None)
+
+
+class AgentRun(Run):
+    """One run of an agent. If it `only_calls`, the code around it runs the tools that its calls ask for."""
+
+    def __init__(self, name: str | None, *, only_calls: bool = False, of: Any = None) -> None:
+        super().__init__(of)
+        self._name, self._only_calls = name, only_calls
+
     @guarded
-    def start(self, arguments: Callable[[], Any]) -> None:
+    def start(self) -> None:
         around = context.current_scope()
         steps = around.steps if around is not None and self._only_calls else None
         self._outer = context.HERE.get().step
-        self._scope = context.enter_identity(Identity(self._name, span=context.new_span()), steps or context.Steps())
+        who = Identity(self._name, span=context.new_span())
+        self._scope = context.enter_identity(who, steps or context.Steps(), run=self)
 
     @guarded
     def end(self, error: BaseException | None) -> None:
@@ -46,8 +76,12 @@ class AgentRun:
                 context.move(step=self._outer)
 
 
-class ToolRun:
-    """One run of a tool. In `with agl_core.tool(…) as run`, set `run.result` to what the tool gave."""
+class ToolRun(Run):
+    """One run of a tool. In `with agl_core.tool(…) as run`, set `run.result` to what the tool gave.
+
+    `arguments` may be a function that gives them, which is called in a rollout only. If the run is of an `adapter` and
+    was cut off from outside, nothing is recorded: the framework has given it up.
+    """
 
     def __init__(
         self,
@@ -57,21 +91,24 @@ class ToolRun:
         adapter: str | None = None,
         *,
         only_failures: bool = False,
+        is_code: bool = False,
+        of: Any = None,
     ) -> None:
-        self.result: Any = _NOT_SET
+        super().__init__(of)
+        self.result = _NOT_SET
         self.decided: Decided | None = None
         """Its status, if the framework says more than the result."""
         self.only_failures = only_failures
         """It is recorded only if it failed: it answers in the agent's name, or was cut off."""
+        self._is_code = is_code
+        """The tools that it runs answer the call that wrote it."""
         self._tool, self._tool_call_id, self._arguments, self._adapter = tool, tool_call_id, arguments, adapter
         self._agent: str | None = None
         self._parent_span: str | None = None
-        self._scope: context.IdentityScope | None = None
-        self._outer: context.Step | None = None
         self._started = 0.0
 
     @guarded
-    def start(self, arguments: Callable[[], Any]) -> None:
+    def start(self) -> None:
         if context.current_attempt() is None:
             return
         around = context.current_scope()
@@ -79,11 +116,15 @@ class ToolRun:
             step = around.steps.step() if around.steps is not None else None
             self._agent = around.identity.agent if step is None else step.agent
             self._parent_span = around.identity.parent_span if around.steps is None else step.span if step else None
-        if self._arguments is None:
-            self._arguments = arguments()
+            if step is None and isinstance(around.run, ToolRun):
+                self._parent_span = around.identity.span
+        if callable(self._arguments):
+            self._arguments = self._arguments()
         self._outer, self._started = context.HERE.get().step, time.time()
         # Calls that the tool makes are no steps of the agent that runs the tool.
-        self._scope = context.enter_identity(Identity(self._agent, span=context.new_span()), context.Steps())
+        steps = around.steps if around is not None and self._is_code else None
+        who = Identity(self._agent, span=context.new_span())
+        self._scope = context.enter_identity(who, steps or context.Steps(), run=self)
 
     @guarded
     def end(self, error: BaseException | None) -> None:
@@ -91,7 +132,8 @@ class ToolRun:
             return
         self._scope.close()
         context.move(step=self._outer)
-        if error is None and self.only_failures:
+        is_given_up = self._adapter is not None and error is not None and not isinstance(error, Exception)
+        if is_given_up or (error is None and self.only_failures):
             return
         span = self._scope.identity.span or context.new_span()
         # A block that sets no result may well have had one.
@@ -109,7 +151,7 @@ class ToolRun:
         )
 
 
-R = TypeVar("R", bound=AgentRun | ToolRun)
+R = TypeVar("R", bound=Run)
 
 _entered: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("agl_entered", default=())
 """The markers that this context has entered by `with`, with their runs: concurrent contexts may share a marker."""
@@ -118,12 +160,12 @@ _entered: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("agl_entered",
 class Marker(Generic[R]):
     """A decorator and a context manager, sync and async; each use of it is one run."""
 
-    def __init__(self, word: str, new_run: Callable[[], R]) -> None:
+    def __init__(self, word: str, new_run: Callable[[Callable[[], Any]], R]) -> None:
         self._word, self._new_run = word, new_run
 
     def __enter__(self) -> R:
-        run = self._new_run()
-        run.start(lambda: None)
+        run = self._new_run(dict)
+        run.start()
         _entered.set((*_entered.get(), (self, run)))
         return run
 
@@ -154,20 +196,8 @@ class Marker(Generic[R]):
                 f"agl_core.{self._word} cannot mark {_name_of(function)}, which is a generator: "
                 f"use `with agl_core.{self._word}(…):` inside it."
             )
-        marked = within(lambda *args, **kwargs: started(self._new_run(), lambda: _bound(function, args, kwargs)))
+        marked = within(lambda *args, **kwargs: self._new_run(lambda: _bound(function, args, kwargs)))
         return functools.update_wrapper(marked(function), function)  # type: ignore[return-value]
-
-
-@contextmanager
-def started(run: R, arguments: Callable[[], Any] = lambda: None) -> Iterator[R]:
-    """The run, from its start to its end."""
-    run.start(arguments)
-    try:
-        yield run
-    except BaseException as error:
-        run.end(error)
-        raise
-    run.end(None)
 
 
 def agent(name: str) -> Marker[AgentRun]:
@@ -182,7 +212,7 @@ def agent(name: str) -> Marker[AgentRun]:
     >>> write("spring")
     'writer'
     """
-    return Marker("agent", lambda: AgentRun(name))
+    return Marker("agent", lambda _: AgentRun(name))
 
 
 @overload
@@ -203,9 +233,9 @@ def tool(tool: F | str, *, tool_call_id: str | None = None, arguments: Any = Non
     ...     run.result = add(1, 2)
     """
     if isinstance(tool, str):
-        return Marker("tool", lambda: ToolRun(tool, tool_call_id, arguments))
+        return Marker("tool", lambda _: ToolRun(tool, tool_call_id, arguments))
     name = _name_of(tool)
-    return Marker("tool", lambda: ToolRun(name, None, None))(tool)
+    return Marker("tool", lambda arguments: ToolRun(name, None, arguments))(tool)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

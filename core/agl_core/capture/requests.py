@@ -27,7 +27,8 @@ from agl_core.capture.context import (
     packed_variables,
 )
 from agl_core.capture.recording import SentCall
-from agl_core.capture.reports import Patches, guarded, report_problem, within
+from agl_core.capture.reports import guarded, report_problem
+from agl_core.capture.watching import Patches, within
 from agl_core.types import Identity
 
 HEADER_ROLLOUT = "x-agl-rollout"

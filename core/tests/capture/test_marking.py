@@ -129,7 +129,7 @@ async def test_tools_belong_to_the_agent_that_only_calls_if_the_code_around_runs
         with attempt.running(), agl_core.agent("program"):
             for name in ("writer", "checker"):
                 run = AgentRun(name, only_calls=True)
-                run.start(lambda: None)
+                run.start()
                 await ask(client, name)
                 run.end(None)
                 look_up("Oslo")

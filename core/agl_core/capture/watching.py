@@ -1,0 +1,179 @@
+"""Functions of frameworks and HTTP libraries are wrapped where these have no hook; what they do stays as it is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeAlias
+
+from agl_core.capture.context import HERE, current_attempt, holding
+from agl_core.capture.reports import report_problem
+
+Enter: TypeAlias = Callable[..., AbstractContextManager[Any] | None]
+"""Called with the arguments of a call, which is then made inside what it returns."""
+_Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_WRAPPED = "_agl_wrapped"
+"""Marks a function that `wrap_once` made; `functools.wraps` copies the mark to wrappers around it."""
+
+
+def watch(owner: Any, name: str, enter: Enter, *, streams: bool = False) -> None:
+    """In a rollout, make each call of a method, or of a module's function, inside `enter` (`in_rollout`, `within`)."""
+    wrap_once(owner, name, lambda function: watched(function, enter, streams=streams))
+
+
+def watched(function: Callable[..., Any], enter: Enter, *, streams: bool = False) -> Callable[..., Any]:
+    """The function, each call of it in a rollout made inside `enter`."""
+    wrap = within(functools.partial(in_rollout, enter), streams=streams)
+    return functools.update_wrapper(wrap(function), function)
+
+
+def wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace the function `name` of a module, class or object by `wrap` of it; a second time changes nothing.
+
+    >>> import types
+    >>> tools = types.SimpleNamespace(add=lambda a, b: a + b)
+    >>> for _ in range(2):
+    ...     wrap_once(tools, "add", lambda add: lambda *numbers: 10 * add(*numbers))
+    >>> tools.add(1, 2)
+    30
+    """
+    function = getattr(owner, name)
+    if not hasattr(function, _WRAPPED):
+        wrapped = functools.wraps(function)(wrap(function))
+        setattr(wrapped, _WRAPPED, True)
+        setattr(owner, name, wrapped)
+
+
+class Patches:
+    """Functions of modules and classes that are replaced until `restore`."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, str], tuple[Any, Any]] = {}
+        """The original and what replaced it, by owner and name."""
+
+    def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Replace the function `name` of `owner` by `wrap` of it; a second time changes nothing."""
+        if (owner, name) not in self._made:
+            original = getattr(owner, name)
+            patched = functools.wraps(original)(wrap(original))
+            setattr(owner, name, patched)
+            self._made[owner, name] = original, patched
+
+    def restore(self) -> None:
+        """Put the originals back, except where somebody else has replaced the function since."""
+        for (owner, name), (original, patched) in self._made.items():
+            if getattr(owner, name) is patched:
+                setattr(owner, name, original)
+        self._made.clear()
+
+
+@contextmanager
+def in_rollout(enter: Enter, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Inside what `enter` returns, if that is anything; outside any rollout it is not called.
+
+    An exception of `enter` is reported as a problem, and the code inside runs all the same.
+    """
+    with ExitStack() as stack:
+        run = None
+        if current_attempt() is not None:
+            try:
+                manager = enter(*args, **kwargs)
+                run = None if manager is None else stack.enter_context(manager)
+            except Exception as error:
+                report_problem(f"{enter.__module__}.{enter.__qualname__}", error)
+        yield run
+
+
+def within(enter: Callable[..., AbstractContextManager[Any]], *, streams: bool = False) -> _Wrap:
+    """A wrapper of functions, sync or async: each call is made inside `enter(*args, **kwargs)`.
+
+    What that yields, unless it is None, gets what the function returned as its `result`. With `streams`, the function
+    may return a generator, sync or async: then the call lasts until its end, and its items are the results.
+    """
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with enter(*args, **kwargs) as run:
+                return _noted(run, function(*args, **kwargs))
+
+        async def inside_async(*args: Any, **kwargs: Any) -> Any:
+            with enter(*args, **kwargs) as run:
+                return _noted(run, await function(*args, **kwargs))
+
+        def streaming(*args: Any, **kwargs: Any) -> Any:
+            with holding(HERE, HERE.get()), ExitStack() as stack:
+                run = stack.enter_context(enter(*args, **kwargs))
+                result = function(*args, **kwargs)
+                if isinstance(result, Generator):
+                    return _Stream(run, stack.pop_all()).items(result)
+                if isinstance(result, AsyncIterator):
+                    return _Stream(run, stack.pop_all()).items_async(result)
+                return _noted(run, result)
+
+        is_async = inspect.iscoroutinefunction(routine_of(function))
+        return inside_async if is_async else streaming if streams else inside
+
+    return wrap
+
+
+class _Stream:
+    """A call that goes on between the items of its generator: there agl's context variable is that of the reader."""
+
+    def __init__(self, run: Any, opened: ExitStack) -> None:
+        self._run, self._opened, self._inside = run, opened, HERE.get()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        with holding(HERE, self._inside):
+            try:
+                yield
+            finally:
+                self._inside = HERE.get()
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._going_on():
+            self._opened.__exit__(type(error) if error else None, error, None)
+
+    def items(self, source: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        try:
+            while True:
+                with self._going_on():
+                    item = next(source)
+                yield _noted(self._run, item)
+        except StopIteration as end:
+            self._end(None)
+            return end.value
+        except BaseException as error:
+            with self._going_on():
+                source.close()
+            self._end(error)
+            raise
+
+    async def items_async(self, source: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+        try:
+            while True:
+                with self._going_on():
+                    item = await anext(source)
+                yield _noted(self._run, item)
+        except StopAsyncIteration:
+            self._end(None)
+        except BaseException as error:
+            if isinstance(source, AsyncGenerator):
+                with self._going_on():
+                    await source.aclose()
+            self._end(error)
+            raise
+
+
+def _noted(run: Any, result: Any) -> Any:
+    if run is not None:
+        run.result = result
+    return result
+
+
+def routine_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or the method by which an object is called."""
+    return function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
