@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -23,6 +24,8 @@ from unittest import mock
 
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
+from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.server import LeasedAttempt, Stack
 from agl_core.types import Episode
 
 
@@ -155,6 +158,30 @@ def write_store(path: Path, *records: Record) -> None:
             await store.put(*records)
 
     asyncio.run(put())
+
+
+async def play(stack: Stack, run: Callable[[], Any], *script: Any) -> Episode:
+    """The episode of what `run` does while the model says this; in a thread, unless it is a coroutine function."""
+    stack.upstream.script(*script)
+    attempt = await stack.attempt()
+    with attempt.running():
+        await (run() if inspect.iscoroutinefunction(run) else asyncio.to_thread(run))
+    episode = await attempt.close()
+    assert episode.unjoined == ()
+    return episode
+
+
+async def check_snippets(stack: Stack, attempt: LeasedAttempt, page: Path, agents: list[str]) -> None:
+    """A page's two Python blocks run in an attempt as these agents, whose model asks for the tool `add`."""
+    assert len(blocks(page, "python")) == 2
+    stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
+    url, key = stack.url(attempt.key), stack.key(attempt.key)
+    addresses = {"OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": key}
+    with mock.patch.dict(os.environ, addresses), attempt.running():
+        await asyncio.to_thread(run_snippets, page)  # They start an event loop of their own.
+    assert await attempt.agents() == agents
+    (result,) = (await attempt.close()).transitions[0].tool_results
+    assert (result.tool, str(result.status), result.result) == ("add", "ok", "3")
 
 
 def weather(city: str) -> str:

@@ -42,7 +42,9 @@ def attach_agentchat() -> None:
     """Watch what AgentChat's agents do with messages, those of the user's own classes included."""
     from autogen_agentchat.base import ChatAgent
 
-    _watch_all(ChatAgent, ("on_messages", "on_messages_stream"), lambda agent, *_, **__: AgentRun(agent.name))
+    _watch_all(
+        ChatAgent, ("on_messages", "on_messages_stream"), lambda agent, *_, **__: AgentRun(agent.name, "autogen")
+    )
 
 
 def _watch_all(root: type[Any], names: tuple[str, ...], enter: Enter) -> None:
@@ -84,7 +86,7 @@ def _handling(agent: BaseAgent, message: Any = None, ctx: Any = None, **_: Any) 
     """An agent handles a message: the calls made meanwhile, also in tasks that it starts, are its calls."""
     message_id = getattr(ctx, "message_id", None)
     around = message_id.sent_by if isinstance(message_id, _MessageId) else Here.now()
-    with holding(HERE, around), in_rollout(AgentRun, name_of(agent.id)):
+    with holding(HERE, around), in_rollout(AgentRun, name_of(agent.id), "autogen"):
         yield
 
 
@@ -106,12 +108,11 @@ class _ToolRun(ToolRun):
 
     def __init__(self, tool: str, id: str | None, arguments: Any, of: BaseTool[Any, Any] | Workbench) -> None:
         super().__init__(tool, id or None, arguments, "autogen", of=of)
-        self._id, self._raised = id, None
-        around = next(open_runs(), None)
-        is_same = (
-            isinstance(around, _ToolRun) and around._id == id and (around.of is of or isinstance(around.of, Workbench))
-        )
-        self._same = around if is_same else None
+        self.result, self._id = None, id
+        self._raised: BaseException | None = None
+        around = next(open_runs("autogen"), None)
+        is_part = isinstance(around, _ToolRun) and (around.of is of or isinstance(around.of, Workbench))
+        self._same = around if isinstance(around, _ToolRun) and is_part and around._id == id else None
 
     @guarded
     def end(self, error: BaseException | None) -> None:

@@ -60,14 +60,14 @@ def _see(_: Any, source: Any, event: Any, *__: Any, **___: Any) -> None:
     elif stage == "started" and kind in _ROLES:
         role = _ROLES[kind](source, event)
         if role is not None:
-            AgentRun(role.strip(), of=kind).start()
+            AgentRun(role.strip(), "crewai", of=kind).start()
     elif stage in ("completed", "finished", "error", "failed"):
         _end(kind, event)
 
 
 def _end(kind: str, event: Any) -> None:
     """The innermost run of this kind has ended; what was left open inside it was cut off."""
-    opened = [run for run in open_runs() if run.of == _TOOL or run.of in _ROLES]
+    opened = [*open_runs("crewai")]
     kinds = [run.of for run in opened]
     if kind not in kinds:
         return

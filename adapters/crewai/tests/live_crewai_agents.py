@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from testing_aids import NO_TELEMETRY, only_this_machine, tools_by_call
+from testing_aids import NO_TELEMETRY, only_this_machine, play, tools_by_call
 
 os.environ.update(NO_TELEMETRY)
 
@@ -17,7 +17,6 @@ from crewai.tools import BaseTool, tool
 
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import Stack, attached_stack, no_problems  # noqa: F401
-from agl_core.types import Episode
 from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_crewai import plugin
 
@@ -68,17 +67,6 @@ def task_of(agent: Agent | None, text: str = "Answer it.", **options: Any) -> Ta
 def crew_of(*tasks: Task, **options: Any) -> Crew:
     agents = [task.agent for task in tasks if task.agent is not None]
     return Crew(**{"agents": agents, "tasks": list(tasks), "verbose": False, "cache": False, **options})
-
-
-async def play(stack: Stack, run: Callable[[], Any], *script: Any) -> Episode:
-    """The episode of what `run` starts while the model says this."""
-    stack.upstream.script(*script)
-    attempt = await stack.attempt()
-    with attempt.running():
-        await run()
-    episode = await attempt.close()
-    assert episode.unjoined == ()
-    return episode
 
 
 @pytest.fixture(name="stack")

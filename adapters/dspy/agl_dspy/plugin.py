@@ -42,11 +42,11 @@ def _module_run(module: Any, *_: Any, **__: Any) -> AgentRun | None:
 
     A module of the user's own runs the tools that its predictors ask for.
     """
-    around = next((run for run in open_runs() if run.of is not None), None)
+    around = next(open_runs("dspy"), None)
     outer = around.of if isinstance(around, AgentRun) else None
     if _is_dspys(module) and _is_dspys(outer):
         return None
-    return AgentRun(_name_of(module), only_calls=outer is not None and _is_dspys(module), of=module)
+    return AgentRun(_name_of(module), "dspy", only_calls=outer is not None and _is_dspys(module), of=module)
 
 
 def _is_dspys(module: Any) -> bool:
@@ -83,12 +83,12 @@ class _Executed(ToolRun):
 
 def _called(tool: Any, **arguments: Any) -> ToolRun:
     # DSPy tells a tool no id: it belongs to the call before it.
-    return ToolRun(tool.name, None, arguments, "dspy", only_failures=tool.name in _ANSWERS, of=tool)
+    return ToolRun(tool.name, None, arguments, "dspy", only_failures=tool.name in _ANSWERS)
 
 
 def _executed(call: Any, *_: Any, **__: Any) -> ToolRun:
     id = getattr(call, "id", None)
-    return _Executed(call.name, id, call.args or {}, "dspy", only_failures=call.name in _ANSWERS, of=call)
+    return _Executed(call.name, id, call.args or {}, "dspy", only_failures=call.name in _ANSWERS)
 
 
 def _off_in_rollouts(method: Callable[..., Any]) -> Callable[..., Any]:

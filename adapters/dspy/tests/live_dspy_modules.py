@@ -10,11 +10,11 @@ from typing import Any
 
 import dspy
 import pytest
+import testing_aids
 from testing_aids import tools_by_call
 
-import agl_core
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import LeasedAttempt, Stack, no_problems, running_stack  # noqa: F401
+from agl_core.testing.server import Stack, attached_stack, no_problems  # noqa: F401
 from agl_core.types import Episode
 from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_dspy import plugin
@@ -54,30 +54,18 @@ def lm_of(stack: Stack, **options: Any) -> dspy.LM:
 
 async def play(stack: Stack, program: Callable[..., Any], *script: Any) -> Episode:
     """The episode of a program that is asked "1 + 2?", whose model says this."""
-    stack.upstream.script(*script)
-    attempt = await stack.attempt()
-    await in_attempt(attempt, stack, program)
-    episode = await attempt.close()
-    assert episode.unjoined == ()
-    return episode
 
-
-async def in_attempt(attempt: LeasedAttempt, stack: Stack, program: Callable[..., Any]) -> None:
     def ask() -> None:
         with dspy.context(lm=lm_of(stack)):
             program(question="1 + 2?")
 
-    with attempt.running():
-        await asyncio.to_thread(ask)
+    return await testing_aids.play(stack, ask, *script)
 
 
 @pytest.fixture(name="stack")
 async def a_stack() -> AsyncIterator[Stack]:
-    attachment = agl_core.attach([plugin.dspy])
-    assert attachment.failed == {}
-    async with running_stack(timeout=300) as running:
+    async with attached_stack(plugin.dspy, timeout=300) as running:
         yield running
-    attachment.detach()
 
 
 class Program(dspy.Module):  # type: ignore[misc]

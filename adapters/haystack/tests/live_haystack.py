@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testing_aids import NO_TELEMETRY, blocks, run_snippets, weather
+from testing_aids import NO_TELEMETRY, check_snippets, weather
 
 os.environ.update(NO_TELEMETRY)
 
@@ -95,18 +95,5 @@ async def test_a_tracer_of_the_users_own_stays(stack: Stack, attempt: LeasedAtte
     assert await attempt.agents() == ["solver"]
 
 
-async def test_the_snippets(stack: Stack, attempt: LeasedAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_BASE_URL", stack.url(attempt.key))
-    monkeypatch.setenv("OPENAI_API_KEY", stack.key(attempt.key))
-    stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
-    assert len(blocks(README, "python")) == 2
-
-    def run() -> None:
-        with attempt.running():
-            run_snippets(README)
-
-    # The snippets start an event loop of their own.
-    await asyncio.to_thread(run)
-    assert await attempt.agents() == ["solver", "solver"]
-    (result,) = (await attempt.close()).transitions[0].tool_results
-    assert (result.tool, str(result.status), result.result) == ("add", "ok", "3")
+async def test_the_snippets(stack: Stack, attempt: LeasedAttempt) -> None:
+    await check_snippets(stack, attempt, README, ["solver", "solver"])

@@ -1,6 +1,5 @@
 """LlamaIndex's own: who calls and what the tools did, in agents, workflows and tools of the user's."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from llama_index.core.workflow import (
 )
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
-from testing_aids import blocks, run_snippets, weather
+from testing_aids import check_snippets, weather
 
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.server import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
@@ -112,17 +111,5 @@ async def test_a_tool_that_waits_for_a_person_has_one_result(stack: Stack, attem
     assert [(t.result, t.tool_call_id) for t in attempt.tool_results] == [("said no", "c1")]
 
 
-async def test_the_snippets(stack: Stack, attempt: LeasedAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_BASE", stack.url(attempt.key))
-    monkeypatch.setenv("OPENAI_API_KEY", stack.key(attempt.key))
-    stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
-    assert len(blocks(README, "python")) == 2
-
-    def run() -> None:
-        with attempt.running():
-            run_snippets(README)
-
-    # The snippets start an event loop of their own.
-    await asyncio.to_thread(run)
-    assert await attempt.agents() == ["solver", "solver"]
-    assert [(t.tool, str(t.status), t.result) for t in attempt.tool_results] == [("add", "ok", "3")]
+async def test_the_snippets(stack: Stack, attempt: LeasedAttempt) -> None:
+    await check_snippets(stack, attempt, README, ["solver", "solver"])

@@ -127,7 +127,7 @@ class _Code(ToolRun):
 
 def _code_run(executor: Any, code: str, *_: Any, **__: Any) -> ToolRun | None:
     # A method of an executor's class may call that of the class that it derives from.
-    is_running = any(run.of is executor for run in open_runs())
+    is_running = any(run.of is executor for run in open_runs("smolagents"))
     return None if is_running else _Code(_CODE, None, code, "smolagents", is_code=True, of=executor)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import testing_aids
 from smolagents import CodeAgent, LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 from testing_aids import tools_by_call
 
 from agl_core.capture import identify
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
+from agl_core.testing.server import Stack, attached_stack, no_problems  # noqa: F401
 from agl_core.types import Episode
 from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_smolagents import plugin
@@ -61,19 +61,9 @@ def model_of(stack: Stack) -> OpenAIServerModel:
     return OpenAIServerModel("default", stack.url(), PLACEHOLDER_KEY, client_kwargs={"max_retries": 0})
 
 
-async def play(stack: Stack, agent: Any, *script: Any, run: Callable[[Any], Any] | None = None) -> Episode:
+async def play(stack: Stack, agent: Any, *script: Any) -> Episode:
     """The episode of an agent whose model says this."""
-    stack.upstream.script(*script)
-    attempt = await stack.attempt()
-    await in_attempt(attempt, agent, run)
-    episode = await attempt.close()
-    assert episode.unjoined == ()
-    return episode
-
-
-async def in_attempt(attempt: LeasedAttempt, agent: Any, run: Callable[[Any], Any] | None = None) -> None:
-    with attempt.running():
-        await asyncio.to_thread(run or (lambda agent: agent.run("hello")), agent)
+    return await testing_aids.play(stack, lambda: agent.run("hello"), *script)
 
 
 @pytest.fixture(name="stack")
@@ -137,10 +127,7 @@ async def test_a_tool_call_in_text_belongs_to_the_call_that_said_it(stack: Stack
 
 
 async def test_an_agent_without_a_name_has_that_of_the_code_around_it_or_of_its_class(stack: Stack) -> None:
-    def with_a_name(agent: Any) -> None:
-        with identify("critic"):
-            agent.run("hello")
-
     agent = built(ToolCallingAgent, model_of(stack))
     assert tools_by_call(await play(stack, agent, ANSWER)) == [("ToolCallingAgent",)]
-    assert tools_by_call(await play(stack, agent, ANSWER, run=with_a_name)) == [("critic",)]
+    with identify("critic"):
+        assert tools_by_call(await play(stack, agent, ANSWER)) == [("critic",)]

@@ -6,7 +6,6 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -25,9 +24,9 @@ _NOT_SET: Any = object()
 class Run:
     """One run of an agent or a tool: a context manager, or from `start` to `end` where these are events."""
 
-    def __init__(self, of: Any = None) -> None:
-        self.of = of
-        """What runs, as the framework's adapter knows it."""
+    def __init__(self, adapter: str | None = None, of: Any = None) -> None:
+        self.adapter, self.of = adapter, of
+        """The adapter that sees it, and what runs, as that knows it."""
         self.result: Any = None
         self._scope: context.IdentityScope | None = None
         self._outer: context.Step | None = None
@@ -48,16 +47,17 @@ class Run:
         self.end(error)
 
 
-def open_runs() -> Iterator[Run]:
-    """The runs that go on in this context, innermost first."""
-    return (scope.run for scope in context.open_scopes() if scope.run is not None)
+def open_runs(adapter: str | None) -> Iterator[Run]:
+    """The runs that this adapter sees go on in this context, innermost first; None: those of markers."""
+    runs = (scope.run for scope in context.open_scopes())
+    return (run for run in runs if run is not None and run.adapter == adapter)
 
 
 class AgentRun(Run):
     """One run of an agent. If it `only_calls`, the code around it runs the tools that its calls ask for."""
 
-    def __init__(self, name: str | None, *, only_calls: bool = False, of: Any = None) -> None:
-        super().__init__(of)
+    def __init__(self, name: str, adapter: str | None = None, *, only_calls: bool = False, of: Any = None) -> None:
+        super().__init__(adapter, of)
         self._name, self._only_calls = name, only_calls
 
     @guarded
@@ -94,7 +94,7 @@ class ToolRun(Run):
         is_code: bool = False,
         of: Any = None,
     ) -> None:
-        super().__init__(of)
+        super().__init__(adapter, of)
         self.result = _NOT_SET
         self.decided: Decided | None = None
         """Its status, if the framework says more than the result."""
@@ -102,7 +102,7 @@ class ToolRun(Run):
         """It is recorded only if it failed: it answers in the agent's name, or was cut off."""
         self._is_code = is_code
         """The tools that it runs answer the call that wrote it."""
-        self._tool, self._tool_call_id, self._arguments, self._adapter = tool, tool_call_id, arguments, adapter
+        self._tool, self._tool_call_id, self._arguments = tool, tool_call_id, arguments
         self._agent: str | None = None
         self._parent_span: str | None = None
         self._started = 0.0
@@ -132,7 +132,7 @@ class ToolRun(Run):
             return
         self._scope.close()
         context.move(step=self._outer)
-        is_given_up = self._adapter is not None and error is not None and not isinstance(error, Exception)
+        is_given_up = self.adapter is not None and error is not None and not isinstance(error, Exception)
         if is_given_up or (error is None and self.only_failures):
             return
         span = self._scope.identity.span or context.new_span()
@@ -147,14 +147,11 @@ class ToolRun(Run):
             tool_call_id=self._tool_call_id,
             arguments=self._arguments,
             started=self._started,
-            adapter=self._adapter,
+            adapter=self.adapter,
         )
 
 
 R = TypeVar("R", bound=Run)
-
-_entered: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("agl_entered", default=())
-"""The markers that this context has entered by `with`, with their runs: concurrent contexts may share a marker."""
 
 
 class Marker(Generic[R]):
@@ -165,20 +162,17 @@ class Marker(Generic[R]):
 
     def __enter__(self) -> R:
         run = self._new_run(dict)
+        run.of = self
         run.start()
-        _entered.set((*_entered.get(), (self, run)))
         return run
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered = _entered.get()
-        for index in reversed(range(len(entered))):
-            marker, run = entered[index]
-            if marker is self:
-                _entered.set(entered[:index] + entered[index + 1 :])
-                run.end(error)
-                return
+        # Concurrent contexts may share a marker: each ends the run that it began.
+        run = next((run for run in open_runs(None) if run.of is self), None)
+        if run is not None:
+            run.end(error)
 
     async def __aenter__(self) -> R:
         return self.__enter__()
