@@ -36,17 +36,6 @@ from agl_core.capture import (
 from agl_core.capture.context import Steps, current_scope
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """Who asked for a run of a tool."""
-
-    agent: str | None
-    parent_span: str | None
-    """The span around the call."""
-    tool_call_id: str | None = None
-    """None if the model's reply has no tool call: `ReActAgent` reads the reply's text, and makes up an id."""
-
-
 @dataclass(slots=True)
 class _Span:
     """A span that is open."""
@@ -56,8 +45,10 @@ class _Span:
     tool: str | None = None
     """The tool that it runs, if it runs one."""
     arguments: Any = None
-    request: _Request | None = None
-    """None if the tool is not reported by itself: the step around it is, or another tool has called it."""
+    asked_by: Identity | None = None
+    """Who asked for the tool. None if it is not reported by itself: the step around it is, or a tool has called it."""
+    tool_call_id: str | None = None
+    """None if the model's reply has no tool call: `ReActAgent` reads the reply's text, and makes up an id."""
     error: Exception | None = None
     """The exception that the tool raised, of which an agent makes a text."""
     started: float = field(default_factory=time.time)
@@ -67,8 +58,8 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
     """Reports, in a rollout, who makes each call and what the tools did."""
 
     _open: Latest[str, _Span] = PrivateAttr(default_factory=Latest)
-    _requests: Latest[tuple[str | None, str], _Request] = PrivateAttr(default_factory=Latest)
-    """By the span of the agent's run, and the id that LlamaIndex gives the tool call."""
+    _requests: Latest[tuple[str | None, str], tuple[Identity, str | None]] = PrivateAttr(default_factory=Latest)
+    """Who asked for a tool, and the id of the tool call; by the agent's span, and the id that LlamaIndex gives it."""
 
     def new_span(
         self, id_: str, bound_args: Any, instance: Any = None, parent_span_id: str | None = None, **_: Any
@@ -76,15 +67,11 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
         """A span begins."""
         self._start(id_, parent_span_id, instance, bound_args.arguments)
 
-    def prepare_to_exit_span(
-        self, id_: str, bound_args: Any, instance: Any = None, result: Any = None, **_: Any
-    ) -> None:
+    def prepare_to_exit_span(self, id_: str, *_: Any, result: Any = None, **__: Any) -> None:
         """A span has ended."""
         self._end(id_, result)
 
-    def prepare_to_drop_span(
-        self, id_: str, bound_args: Any, instance: Any = None, err: BaseException | None = None, **_: Any
-    ) -> None:
+    def prepare_to_drop_span(self, id_: str, *_: Any, err: BaseException | None = None, **__: Any) -> None:
         """A span has ended with an exception."""
         self._end(id_, err)
 
@@ -93,12 +80,14 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
         if current_attempt() is None:
             return
         event = next((value for value in arguments.values() if isinstance(value, Event)), None)
-        who, tool, request, steps = Identity(None, id, id), None, None, None
+        who, steps = Identity(None, id, id), None
+        tool, asked_by, tool_call_id = None, None, None
         if isinstance(event, ToolCall):
-            request = self._requests.get((parent, event.tool_id), _Request(None, parent, event.tool_id))
-            who, tool, arguments = Identity(request.agent, id, id), event.tool_name, event.tool_kwargs
+            unknown = Identity(None, None, parent), event.tool_id
+            asked_by, tool_call_id = self._requests.get((parent, event.tool_id), unknown)
+            who, tool, arguments = Identity(asked_by.agent, id, id), event.tool_name, event.tool_kwargs
         elif isinstance(instance, BaseTool):
-            request, tool = self._request_here(parent), instance.metadata.get_name()
+            asked_by, tool = self._asking_for_a_tool(parent), instance.metadata.get_name()
             arguments = _given(instance, arguments)
         elif name := getattr(event, "current_agent_name", None):
             who = Identity(name, id, id)
@@ -109,16 +98,16 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
             who, steps = Identity(type(instance).__name__, id), Steps()
         else:
             return
-        self._open[id] = _Span(parent, enter_identity(who, steps), tool, arguments, request)
+        self._open[id] = _Span(parent, enter_identity(who, steps), tool, arguments, asked_by, tool_call_id)
 
-    def _request_here(self, parent: str | None) -> _Request | None:
+    def _asking_for_a_tool(self, parent: str | None) -> Identity | None:
         """Who asks for a tool that runs by itself; None if it runs in the step of an agent, or in another tool."""
         around = self._open.get(parent or "")
         if around is not None and around.tool is not None:
             return None
         scope = current_scope()
         who = scope.identity if scope else Identity()
-        return _Request(who.agent, scope.steps.span() if scope and scope.steps else who.parent_span)
+        return Identity(who.agent, None, scope.steps.span() if scope and scope.steps else who.parent_span)
 
     @guarded
     def _end(self, id: str, result: Any) -> None:
@@ -132,7 +121,7 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
             in_reply = _tool_call_ids(result.response)
             for call in result.tool_calls:
                 known = call.tool_id if call.tool_id in in_reply else None
-                self._requests[span.parent, call.tool_id] = _Request(span.scope.identity.agent, id, known)
+                self._requests[span.parent, call.tool_id] = Identity(span.scope.identity.agent, None, id), known
 
     def _tool_ended(self, id: str, span: _Span, tool: str, result: Any) -> None:
         around = self._open.get(span.parent or "")
@@ -140,16 +129,16 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
             around.error = result if isinstance(result, Exception) else None
         output = result.tool_output if isinstance(result, ToolCallResult) else result
         is_over = isinstance(output, ToolOutput | Exception) and not isinstance(output, WaitingForEvent)
-        if span.request is None or not is_over:
+        if span.asked_by is None or not is_over:
             return  # it was cancelled, or waits for a person and will run again
         text, decided = _said(output, span.error)
         record_tool_result(
             id,
             tool,
             text,
-            Identity(span.scope.identity.agent, id, span.request.parent_span),
+            Identity(span.scope.identity.agent, id, span.asked_by.parent_span),
             decided=decided,
-            tool_call_id=span.request.tool_call_id,
+            tool_call_id=span.tool_call_id,
             arguments=span.arguments,
             started=span.started,
             adapter="llama-index",
