@@ -20,7 +20,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Task
 from agl_core.worker.agent import agent_environment, client_variables
-from agl_core.worker.worker import choose_runner, workers_beside
+from agl_core.worker.local import choose_runner, workers_beside
 
 from .tables import machine, table
 

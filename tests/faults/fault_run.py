@@ -261,7 +261,7 @@ def _is_forked(pid: int) -> bool:
     """True if this is the living process of an agent."""
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and "agl_core.worker.forker" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and "agl_core.processes.server" in process.cmdline()
     except psutil.Error:
         return False
 

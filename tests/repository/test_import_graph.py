@@ -13,7 +13,7 @@ FLOORS = [
     {"types", "store.interface"},
     {
         *("hooks", "kinds", "decorators", "plugins", "protocols"),
-        *("config", "errors", "wire", "private", "sandbox", "sandbox_process"),
+        *("config", "errors", "wire", "private", "processes", "sandbox"),
     },
     {"capture"},
     {"store"},

@@ -23,7 +23,8 @@ from agl_core.types import Ending
 from agl_core.wire import take_key, take_keys
 from agl_core.worker.agent import agent_environment, client_variables
 from agl_core.worker.client import LightningClient, ServerAddress, find_server, is_over
-from agl_core.worker.worker import Worker, choose_runner, on_signals
+from agl_core.worker.local import choose_runner
+from agl_core.worker.worker import Worker, on_signals
 
 Target = Annotated[
     Path | None,

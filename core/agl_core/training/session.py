@@ -31,8 +31,7 @@ from agl_core.training.rollouts import Collector, Queue, scoring_rules
 from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run
 from agl_core.wire import SERVER_FILE
 from agl_core.worker.agent import agent_environment, client_variables
-from agl_core.worker.processes import WorkerProcesses
-from agl_core.worker.worker import WorkerThread, choose_runner, workers_beside
+from agl_core.worker.local import WorkerProcesses, WorkerThread, choose_runner, workers_beside
 
 
 @dataclass(frozen=True)

@@ -1,231 +1,110 @@
-"""Attempts in processes and folders of their own, which end as a whole; here those of Python agents."""
+"""Attempts in processes and folders of their own, which end as a whole: of Python agents, and of commands.
+
+The process of a Python agent is a fork that has imported the agent. It sends `{"tool_result": …}`, `{"reward": …}` and
+`{"problem": …}` as they happen, and at last `{"ended": {"ending", "result", "error"}}`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
-import json
-import logging
 import os
-import signal
+import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from agl_core.capture import Recording
-from agl_core.capture.recording import Report
+from agl_core.capture import Recording, attach, installed_adapters, running
+from agl_core.capture.attaching import bootstrap_variables
+from agl_core.capture.recording import Report, read_spool
 from agl_core.errors import AgentError
-from agl_core.sandbox import launch
-from agl_core.types import Ending
-from agl_core.wire import OPERATOR_KEY, WORKER_KEY, Assignment
-from agl_core.worker.agent import OTHER_KEY, Ended, client_variables
-
-logger = logging.getLogger(__name__)
+from agl_core.plugins import Plugins
+from agl_core.processes import ForkServer, NoProcessError, Process, fate, request
+from agl_core.types import AttemptKey, Ending
+from agl_core.types.forms import parse_json
+from agl_core.wire import MAX_RESULT, OPERATOR_KEY, WORKER_KEY, Assignment
+from agl_core.worker.agent import (
+    OTHER_KEY,
+    Agent,
+    Ended,
+    active_attempt,
+    attempt_variables,
+    client_variables,
+    crashed,
+    finished,
+    load_agent,
+)
 
 EXIT_GRACE = 2.0
 """Seconds for a process to exit after its result came, and for its output to end after it exited."""
-_MAX_MESSAGE = 2**26
-"""Bytes of one message of an agent's process."""
-_START_TIMEOUT = 300.0
-"""Seconds that importing the agent may take."""
-_RESTART_DELAY = 1.0
-_PING_EVERY = 2.0
-_ANSWER_TIMEOUT = 15.0
-"""Seconds for the forker to answer a ping, and to end with all that it started."""
 _ENDED = TypeAdapter(Ended)
+_MESSAGES = [{"role": "user", "content": "-"}]
+_REPLY = {"choices": [{"message": {"tool_calls": [{"type": "function", "function": {}}]}}], "usage": {}, "content": []}
+_FIRST_CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "openai": lambda openai, settings: openai.OpenAI(**settings).chat.completions.create(model="-", messages=_MESSAGES),
+    "anthropic": lambda anthropic, settings: anthropic.Anthropic(**settings).messages.create(
+        model="-", max_tokens=1, messages=_MESSAGES
+    ),
+}
+"""A call of each client library, by its module."""
+_MAX_TEXT = 1 << 20
+"""Characters of the end of a command's output as its result, if the last line is no JSON; JSON writes one as six bytes
+at most."""
+_MAX_ERRORS = 2000
+"""Bytes that are kept of the stderr of a command that failed."""
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group (struct ucred)."""
 
 
-class ForkerGoneError(RuntimeError):
-    """The forker was killed, and every process that it had started with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSetup:
-    """The settings of a forker, known at its start."""
-
-    folder: str
-    """Where the agent's module is found too."""
-    entry: str | None = None
-    """The agent, which is imported once; None: commands are run."""
-    plugins: list[str] | None = None
-    """Plugin files whose adapters, beside the installed ones, are attached; None: none are."""
-    memory: int | None = None
-    """Bytes that one process may ask for."""
-    workers: bool = False
-    """True if the processes are workers, each of which runs many attempts."""
-    path: list[str] = field(default_factory=lambda: [folder for folder in sys.path if folder])
-    """Where modules are found: the worker's `sys.path`."""
-
-
-class Process:
-    """One started process and the worker's end of its channel, which carries lines of JSON both ways."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, exited: asyncio.Future[int]) -> None:
-        self._reader, self._writer = reader, writer
-        self.exited = exited
-        """Its status, as from waitpid; ForkerGoneError if it is not known. By then, what it left behind has ended."""
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        self._writer.write(orjson.dumps(message) + b"\n")
-
-    async def messages(self) -> AsyncIterator[dict[str, Any]]:
-        """The process's messages, until it closes its end of the channel. ValueError for one that is no object."""
-        with contextlib.suppress(ConnectionError):
-            while line := await self._reader.readline():
-                message = orjson.loads(line)
-                if not isinstance(message, dict):
-                    raise ValueError("a message is not an object")
-                yield message
-
-
-class ForkedProcesses:
-    """Starts processes through a forker, of which it keeps one. Nothing of them is ever abandoned.
-
-    `secrets` are the variables that no process of an agent may have, beside the keys of workers and operators.
-    """
+class AgentProcesses(ForkServer):
+    """Processes of an agent, which get none of the `secrets` among the variables, nor keys of workers or operators."""
 
     default_concurrency = 32
 
-    def __init__(self, setup: ProcessSetup, variables: Mapping[str, str], secrets: Collection[str] = ()) -> None:
-        self._setup, self._variables = setup, dict(variables)
-        self._secrets = {WORKER_KEY, OPERATOR_KEY, OTHER_KEY, *secrets}
-        self._watching: asyncio.Task[None] | None = None
-        self._control: socket.socket | None = None
-        self._forker: subprocess.Popen[bytes] | None = None
-        self._starting = asyncio.Lock()
-
-    async def start(self) -> None:
-        """Start the forker, if there is none. AgentError if the agent cannot be imported there."""
-        async with self._starting:
-            if self._forker is not None and self._forker.poll() is not None:
-                logger.warning("The process that starts agents was ended from outside; another one is started.")
-                await self._stop_forker()
-            if self._forker is None:
-                try:
-                    await self._start_forker()
-                except BaseException:
-                    await self._stop_forker()
-                    raise
-                self._watching = asyncio.create_task(self._watch())
-
-    async def close(self) -> None:
-        """End the forker and with it every process."""
-        if self._watching is not None:
-            self._watching.cancel()
-        async with self._starting:
-            await self._stop_forker()
-
-    @contextlib.asynccontextmanager
-    async def started(self, *files: int) -> AsyncIterator[Process]:
-        """A new process, which gets copies of these file descriptors; at the end it and all it started are ended."""
-        await self.start()
-        assert self._control is not None
-        leash, its_leash = socket.socketpair()
-        channel, its_channel = socket.socketpair()
-        leash.setblocking(False)
-        with leash:
-            try:
-                with its_leash, its_channel:
-                    socket.send_fds(self._control, [b"\n"], [its_leash.fileno(), its_channel.fileno(), *files])
-            except OSError as error:
-                channel.close()
-                raise ForkerGoneError(f"the process that starts agents is gone ({error})") from error
-            reader, writer = await asyncio.open_connection(sock=channel, limit=_MAX_MESSAGE)
-            exited = asyncio.create_task(_status(leash))
-            try:
-                yield Process(reader, writer, exited)
-            finally:
-                writer.close()
-                with contextlib.suppress(OSError):
-                    leash.shutdown(socket.SHUT_WR)
-                try:
-                    await asyncio.wait({exited})
-                finally:  # Also where that is cancelled: it may be exiting by itself, and slowly.
-                    await asyncio.wait({exited})
-                    exited.exception()
-
-    async def _start_forker(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in self._secrets}
-        program, setup = ("-P", "-m", "agl_core.worker.forker"), json.dumps(asdict(self._setup))
-        control, self._forker = launch(*program, setup, env={**environment, **self._variables})
-        control.setblocking(False)
-        self._control = control
-        received = b""
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(_START_TIMEOUT):
-                loop = asyncio.get_running_loop()
-                while not received.endswith(b"\n") and (data := await loop.sock_recv(control, 2**16)):
-                    received += data
-        is_whole = received.endswith(b"\n")
-        reply: dict[str, Any] = json.loads(received) if is_whole else {"failed": "it did not get ready"}
-        if "failed" in reply:
-            raise AgentError(f"A process for the agent cannot be started: {reply['failed']}")
-        if reply["ready"]["imports_anew"]:
-            logger.warning(
-                "Importing %s starts threads, with which a process cannot be forked safely: each of its processes "
-                "imports it anew, which takes longer. Start threads in the agent's function instead.",
-                self._setup.entry,
-            )
-
-    async def _stop_forker(self) -> None:
-        control, forker = self._control, self._forker
-        self._control = self._forker = None
-        if control is not None:
-            control.close()
-        if forker is not None:
-            forker.send_signal(signal.SIGCONT)
-            try:
-                await asyncio.to_thread(forker.wait, _ANSWER_TIMEOUT)
-            except subprocess.TimeoutExpired:
-                forker.kill()
-                await asyncio.to_thread(forker.wait)
-
-    async def _watch(self) -> None:
-        """Let a forker go on that an agent's tool stopped, and end one that does not answer all the same."""
-        loop, control, forker, missed = asyncio.get_running_loop(), self._control, self._forker, 0
-        assert control is not None
-        assert forker is not None
-        with contextlib.suppress(OSError):  # It was ended here.
-            while missed < 2:  # An event loop that stood still may miss one.
-                forker.send_signal(signal.SIGCONT)
-                try:
-                    async with asyncio.timeout(_ANSWER_TIMEOUT):
-                        await loop.sock_sendall(control, b"?")
-                        if not await loop.sock_recv(control, 1):
-                            return
-                    missed = 0
-                    await asyncio.sleep(_PING_EVERY)
-                except TimeoutError:
-                    missed += 1
-            logger.warning("The process that starts agents does not answer: it is ended, and another one is started.")
-            forker.kill()
+    def __init__(
+        self, first: Mapping[str, Any], variables: Mapping[str, str], secrets: Collection[str], **options: Any
+    ) -> None:
+        names = {WORKER_KEY, OPERATOR_KEY, OTHER_KEY, *secrets}
+        inherited = {name: value for name, value in os.environ.items() if name not in names}
+        super().__init__({**inherited, **variables}, first, **options)
 
 
-async def _status(leash: socket.socket) -> int:
-    """The status of a process, once it has exited. ForkerGoneError if it was not started, or its status is lost."""
-    received = await asyncio.get_running_loop().sock_recv(leash, 2**16)
-    reply: dict[str, Any] = json.loads(received or b"{}")
-    if "exited" not in reply:
-        raise ForkerGoneError(reply.get("failed", "the process that starts agents was ended from outside"))
-    return int(reply["exited"])
+@contextlib.contextmanager
+def attempt_folder() -> Iterator[Path]:
+    """A folder for one attempt; it is removed in the background, for an agent can make that take long, or fail."""
+    folder = TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True)
+
+    def remove() -> None:
+        with contextlib.suppress(RecursionError):
+            folder.cleanup()
+        if Path(folder.name).exists():  # Python needs a call and an open file for each level; these do not.
+            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+                subprocess.run([*command, "--", folder.name], stderr=subprocess.DEVNULL, check=False)
+
+    try:
+        yield Path(folder.name)
+    finally:
+        threading.Thread(target=remove, name="agl-remover").start()
 
 
-class ProcessPerAttempt(ForkedProcesses):
-    """Runs each attempt of a Python agent in a process of its own, which is a fork of the forker.
+class ProcessPerAttempt(AgentProcesses):
+    """Runs each attempt of a Python agent in a process of its own, which is a fork of one that has imported the agent.
 
-    Since the forker has imported the agent, a start takes milliseconds. When time is up, the process and everything
-    that it started are ended. Its working folder is empty and the attempt's own. `plugins` are files whose adapters
-    are attached there, beside the installed ones (None: none are); `memory` is in bytes.
+    So a start takes milliseconds. When time is up, the process and everything that it started are ended. Its working
+    folder is empty and the attempt's own. `plugins` are files whose adapters are attached there, beside the installed
+    ones (None: none are); `memory` is in bytes.
     """
 
     def __init__(
@@ -238,8 +117,9 @@ class ProcessPerAttempt(ForkedProcesses):
         memory: int | None = None,
         secrets: Collection[str] = (),
     ) -> None:
-        files = None if plugins is None else [str(path) for path in plugins]
-        super().__init__(ProcessSetup(str(folder), entry, files, memory), client_variables(base_url), secrets)
+        self._agent = agent_import(entry, folder, plugins)
+        first = request(_run_agent, prepare=(prepare_agent, *self._agent))
+        super().__init__(first, client_variables(base_url), secrets, memory=memory)
 
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
         ended: Ended | None = None
@@ -247,10 +127,10 @@ class ProcessPerAttempt(ForkedProcesses):
             try:
                 async with self.started() as process:
                     job = {"assignment": assignment.model_dump(mode="json"), "base_url": base_url}
-                    process.send({**job, "folder": str(folder)})
+                    process.send({**job, "agent": self._agent, "folder": str(folder)})
                     ended = await _ended(process, recording)
                     await asyncio.wait({process.exited}, timeout=EXIT_GRACE)
-            except ForkerGoneError as error:
+            except NoProcessError as error:
                 return Ended(Ending.LOST, error=str(error))
             except asyncio.CancelledError:
                 if ended is None:
@@ -274,102 +154,276 @@ async def _ended(process: Process, recording: Recording) -> Ended:
     return Ended(Ending.CRASHED, error=f"the agent's process {fate(await process.exited)} before it had a result")
 
 
-class WorkerProcesses(ForkedProcesses):
-    """Workers of an async agent, each in a process of its own, so that agents do not share the trainer's interpreter.
+def agent_import(entry: str, folder: Path, plugins: Sequence[Path] | None) -> tuple[Any, ...]:
+    """The arguments of `import_agent`, as JSON has them."""
+    return entry, str(folder), plugins is not None, *map(str, plugins or ())
 
-    One that ends before the run is over is replaced; what it ran is tried again once the server misses its heartbeats.
+
+@cache
+def import_agent(entry: str, folder: str, attaches: bool, *plugins: str) -> Agent:
+    """Import the agent, once; its adapters are attached before."""
+    if attaches:
+        attach(installed_adapters(Plugins.load([Path(path) for path in plugins])))
+    return load_agent(entry, Path(folder))
+
+
+def prepare_agent(*agent: Any) -> None:
+    """Import the agent, and what its clients import at their first call, before the fork."""
+    import_agent(*agent)
+    _warm_up()
+
+
+def _warm_up() -> None:
+    """Have the clients that the agent imported make a call here, to a mock transport.
+
+    A client imports and builds most of what it needs at its first call; each fork would do that again: 50 ms of CPU
+    time for openai's, 30 more than LangChain needs itself.
+    """
+    for name, call in _FIRST_CALLS.items():
+        library: Any = sys.modules.get(name)
+        if library is not None:
+            with contextlib.suppress(Exception):
+                httpx: Any = sys.modules[library.DefaultHttpxClient.__base__.__module__]
+                _share_certificates(httpx)
+                reply = httpx.Response(200, json=_REPLY)
+                with httpx.Client(transport=httpx.MockTransport(lambda _, reply=reply: reply)) as http:
+                    call(library, {"api_key": "-", "base_url": "http://agl", "http_client": http})
+    "agl".encode("idna")
+
+
+def _share_certificates(httpx: Any) -> None:
+    """Have clients that the agent makes share one TLS context: to read the certificates takes each of them 40 ms."""
+    transports: Any = sys.modules[f"{httpx.__name__}._transports.default"]
+    if transports.create_ssl_context is httpx.create_ssl_context:
+
+        @cache
+        def usual(trust_env: bool, *files: str | None) -> Any:
+            return httpx.create_ssl_context(trust_env=trust_env)
+
+        def create(verify: Any = True, cert: Any = None, trust_env: bool = True) -> Any:
+            if verify is not True or cert is not None:
+                return httpx.create_ssl_context(verify, cert, trust_env)
+            return usual(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+        transports.create_ssl_context = create
+        create()
+
+
+def _run_agent(job: dict[str, Any], channel: socket.socket) -> None:
+    """In the process: call the agent, which is imported here if that could not be done before."""
+    os.chdir(job["folder"])
+    draw_anew()
+    assignment, base_url = Assignment.model_validate(job["assignment"]), job["base_url"]
+    os.environ.update(attempt_variables(assignment, base_url))
+    sending = threading.Lock()
+
+    def send(message: dict[str, Any]) -> None:
+        with sending, contextlib.suppress(OSError):  # The worker is gone.
+            channel.sendall(orjson.dumps(message) + b"\n")
+
+    recording = Recording(lambda report: send(report.model_dump(mode="json", exclude_none=True)))
+    try:
+        with running(active_attempt(assignment, base_url, recording)):
+            result = import_agent(*job["agent"]).call(assignment, base_url)
+            ended = finished(asyncio.run(result) if asyncio.iscoroutine(result) else result)
+    except BaseException as error:
+        ended = crashed(error)
+    recording.close()
+    send({"ended": asdict(ended)})
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def draw_anew() -> None:
+    """Forks would draw the same numbers from numpy; Python itself takes care of `random`."""
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+class CommandPerAttempt(AgentProcesses):
+    """Runs a command for each attempt, with the attempt in its environment, in an empty folder of the attempt's own.
+
+    Arguments that name a file in `folder` are made absolute, and for -m and -c, Python finds modules there. The
+    result is the last line that the command prints if that is JSON, else its output. Of an output of more than 1 MiB
+    the end is kept, with a note. What other processes print counts only if the command itself prints nothing.
+    Any exit status but 0 is a crash. `memory` is in bytes. In its Python processes the installed adapters are attached,
+    and those of the files `plugins` (None: none are).
+    AgentError if there is no such program.
     """
 
     def __init__(
         self,
-        setup: ProcessSetup,
-        base_url: str,
-        worker_key: str,
+        command: Sequence[str],
+        folder: Path,
         *,
-        concurrency: Sequence[int],
+        plugins: Sequence[Path] | None = (),
+        memory: int | None = None,
         secrets: Collection[str] = (),
     ) -> None:
-        """`concurrency` has the rollouts of each worker at the same time."""
-        super().__init__(setup, client_variables(base_url), secrets)
-        self.problems: Counter[str] = Counter()
-        """Failures of adapters, by message."""
-        self._jobs = [{"base_url": base_url, "key": worker_key, "concurrency": most} for most in concurrency]
-        self._working: asyncio.Task[None] | None = None
+        program, *arguments = command
+        # A name with a slash is a path from the folder.
+        if shutil.which(folder / program if os.path.dirname(program) else program) is None:
+            raise AgentError(
+                f"agent.command: there is no program '{program}' to run, neither on the PATH nor relative to "
+                f"{folder}. Install it, or write its whole path."
+            )
+        folder = folder.absolute()
+        program = str(folder / program) if os.path.dirname(program) else program
+        self._command = [program, *(_from(folder, argument) for argument in arguments)]
+        self._modules = str(folder) if {"-m", "-c"} & set(arguments) else None
+        self._plugins = plugins
+        super().__init__(request(_execute), {}, secrets, memory=memory)
 
-    def begin(self) -> None:
-        """Import the agent and begin to work, in the background."""
-        self._working = asyncio.create_task(self._work())
+    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
+        with attempt_folder() as folder:
+            reports, work = folder / "reports", folder / "work"
+            reports.mkdir()
+            work.mkdir()
+            variables = attempt_variables(assignment, base_url)
+            if self._modules is not None:
+                paths = (self._modules, os.environ.get("PYTHONPATH"))
+                variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            if self._plugins is not None:
+                key = AttemptKey(assignment.rollout, assignment.attempt)
+                inherited = {**os.environ, **variables}
+                variables |= bootstrap_variables(key, base_url, assignment.key, reports, inherited, self._plugins)
+            job = {"command": self._command, "folder": str(work), "variables": variables}
+            try:
+                return await self._ended(job, recording)
+            finally:
+                await asyncio.to_thread(read_spool, reports, recording)
+
+    async def _ended(self, job: Mapping[str, Any], recording: Recording) -> Ended:
+        status, failures = None, list[str]()
+        with TemporaryFile() as stderr, _Output() as output:
+            try:
+                async with self.started(output.theirs.fileno(), stderr.fileno()) as process:
+                    output.theirs.close()
+                    process.send(job)
+                    failures = [message["failed"] async for message in process.messages() if "failed" in message]
+                    status = await process.exited
+                await asyncio.wait({output.ended}, timeout=EXIT_GRACE)
+            except NoProcessError as error:
+                return Ended(Ending.LOST, error=str(error))
+            except asyncio.CancelledError:
+                if status is None:
+                    raise
+            stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _MAX_ERRORS))
+            tail = stderr.read(_MAX_ERRORS).decode(errors="replace").strip()
+        if failures:
+            return Ended(Ending.CRASHED, error=failures[0])
+        if status != 0:
+            its_end = f"; the end of its stderr: {tail}" if tail else ""
+            return Ended(Ending.CRASHED, error=f"the command {fate(status)}{its_end}")
+        return finished(_printed(output.of_the_command(recording)))
+
+
+def _execute(job: dict[str, Any], channel: socket.socket, stdout: int, stderr: int) -> None:
+    """In the process: become the command, or say why that is not possible."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        os.write(1, b"\n")  # Tells the worker which process this is.
+        os.chdir(job["folder"])
+        os.environ.update(job["variables"])
+        os.execvp(job["command"][0], job["command"])
+    except (OSError, ValueError) as error:
+        channel.sendall(orjson.dumps({"failed": f"the command could not be run ({error})"}) + b"\n")
+
+
+def _from(folder: Path, argument: str) -> str:
+    """The argument of a command; absolute if it names a file in `folder`, or a folder there by a path with a slash."""
+    path = os.path.join(folder, argument)
+    is_folder = os.path.isdir(path) and (os.sep in argument or argument == os.curdir)
+    return path if is_folder or os.path.isfile(path) else argument
+
+
+class _Tail:
+    """The last `MAX_RESULT` bytes of what was printed."""
+
+    def __init__(self) -> None:
+        self._kept = bytearray()
+        self.size = 0
+        """Bytes that came."""
+
+    def add(self, data: bytes) -> None:
+        self._kept += data
+        self.size += len(data)
+        del self._kept[:-MAX_RESULT]
 
     @property
-    def alive(self) -> bool:
-        return self._working is not None and not self._working.done()
+    def dropped(self) -> int:
+        """Bytes that came before those that are kept."""
+        return self.size - len(self._kept)
 
-    async def stop(self) -> None:
-        """Give back what runs and end all workers; calling it again changes nothing."""
-        if self._working is not None:
-            self._working.cancel()
-            await asyncio.wait({self._working})
-        await self.close()
+    def text(self) -> str:
+        return self._kept.decode(errors="replace").strip()
 
-    async def _work(self) -> None:
+
+class _Output:
+    """The end of what a command prints: all of it, and apart from that what its own process writes.
+
+    It is a socket: unlike a pipe, nobody can open it by /proc/PID/fd/1, and on Linux the system says who wrote. The
+    first to write is the command's process, before it becomes the command.
+    """
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        if sys.platform == "linux":
+            self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._all, self._own = _Tail(), _Tail()
+        self._command: int | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __enter__(self) -> _Output:
+        asyncio.get_running_loop().add_reader(self._ours, self._read)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._ours)
+        self._ours.close()
+        self.theirs.close()
+
+    def of_the_command(self, recording: Recording) -> _Tail:
+        """The output of its own process, if there is any, else all output."""
+        if not self._own.text():
+            return self._all
+        if self._all.size > self._own.size:
+            recording.problem(
+                "Other processes wrote to the output of the agent's command. That is no part of its result, since the "
+                "command printed something itself. A shell script has to start its agent with exec."
+            )
+        return self._own
+
+    def _read(self) -> None:
         try:
-            async with asyncio.TaskGroup() as workers:
-                for job in self._jobs:
-                    workers.create_task(self._keep(job))
-        except* AgentError as errors:
-            logger.error("The workers stopped. %s", errors.exceptions[0])
-
-    async def _keep(self, job: Mapping[str, Any]) -> None:
-        """Have a worker in a process until the run is over."""
-        while True:
-            try:
-                async with self.started() as process:
-                    process.send(job)
-                    async for message in process.messages():
-                        self._take(message)
-                    status = await process.exited
-                if status == 0:
-                    return
-                ended = fate(status)
-            except (ForkerGoneError, ValueError) as error:
-                ended = f"was lost ({error})"
-            logger.warning("A worker's process %s; another one is started.", ended)
-            await asyncio.sleep(_RESTART_DELAY)
-
-    def _take(self, message: Mapping[str, Any]) -> None:
-        if "failed" in message:
-            raise AgentError(message["failed"])
-        if "log" in message:
-            name, level, text = message["log"]
-            logging.getLogger(name).log(level, "%s", text)
-        else:
-            self.problems[message["problem"]] += 1
+            data, ancillary, _, _ = self._ours.recvmsg(2**16, socket.CMSG_SPACE(_CREDENTIALS.size))
+        except BlockingIOError:
+            return
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._ours)
+            self.ended.set_result(None)
+            return
+        pids = [_CREDENTIALS.unpack(sent)[0] for _, _, sent in ancillary if len(sent) == _CREDENTIALS.size]
+        writer = pids[0] if pids else 0
+        self._command = writer if self._command is None else self._command
+        self._all.add(data)
+        if writer == self._command:
+            self._own.add(data)
 
 
-@contextlib.contextmanager
-def attempt_folder() -> Iterator[Path]:
-    """A folder for one attempt; it is removed in the background, for an agent can make that take long, or fail."""
-    folder = TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True)
-
-    def remove() -> None:
-        with contextlib.suppress(RecursionError):
-            folder.cleanup()
-        if Path(folder.name).exists():  # Python needs a call and an open file for each level; these do not.
-            for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-                subprocess.run([*command, "--", folder.name], stderr=subprocess.DEVNULL, check=False)
-
+def _printed(output: _Tail) -> object:
+    """The result of a command that printed this."""
+    text = output.text()
     try:
-        yield Path(folder.name)
-    finally:
-        threading.Thread(target=remove, name="agl-remover").start()
-
-
-def fate(status: int) -> str:
-    """The end of a process in words, by its status from waitpid."""
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exited with status {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
+        return parse_json(text.rpartition("\n")[2])
+    except orjson.JSONDecodeError:
+        kept = text[-_MAX_TEXT:]
+        left_out = output.dropped + len(text) - len(kept)
+        note = f"(of its output, {left_out} characters more, which came before, were not kept)\n"
+        return f"{note}{kept}" if left_out else kept or None

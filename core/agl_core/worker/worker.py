@@ -7,22 +7,19 @@ import functools
 import logging
 import os
 import random
-import shlex
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from agl_core.capture import Recording, attach, installed_adapters
+from agl_core.capture import Recording
 from agl_core.capture.recording import MAX_PROBLEMS
-from agl_core.errors import AgentError, AglError, ServerError
-from agl_core.plugins import Plugins
+from agl_core.errors import ServerError
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import (
     CLOSE,
@@ -38,13 +35,8 @@ from agl_core.wire import (
     Lease,
     LeaseRequest,
 )
-from agl_core.worker.agent import Ended, TaskPerAttempt, closing, load_agent
+from agl_core.worker.agent import Ended, closing
 from agl_core.worker.client import LightningClient, UnreachableError
-from agl_core.worker.commands import CommandPerAttempt
-from agl_core.worker.processes import ProcessPerAttempt, ProcessSetup, WorkerProcesses
-
-if TYPE_CHECKING:  # It takes long to import, and no process of an agent needs it.
-    from agl_core.config.models import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +50,6 @@ _BEFORE_FIRST_LEASE = 5.0
 _NOTICE = 0.5
 """Seconds to notice that an agent has ended by itself. A process that was stopped for a while learns several things at
 once: that time is up, that the lease is gone, and that the agent ended long before."""
-
-
-_MAX_PROCESSES = 16
-"""More would each have few of the rollouts that run at the same time."""
 
 
 class Runner(Protocol):
@@ -84,60 +72,6 @@ class Runner(Protocol):
 
     async def close(self) -> None:
         """Release what `start` took; no attempt is running any more."""
-
-
-def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
-    """The runner of a configuration's agent, for the server at `base_url`.
-
-    A Python agent is imported, with the adapters of `plugins` attached in this process; clients that its import makes
-    find the server inside `agent_environment`. AgentError if the import fails, or if there is no such command.
-    """
-    agent, workers, folder = config.agent, config.workers, config.folder
-    assert agent is not None
-    files = config.plugin_files if agent.attach else None
-    memory = None if workers.memory_mib is None else workers.memory_mib * 2**20
-    secrets = config.secret_variables(os.environ)
-    if agent.command is not None:
-        command = shlex.split(agent.command) if isinstance(agent.command, str) else list(agent.command)
-        return CommandPerAttempt(command, folder, plugins=files, memory=memory, secrets=secrets)
-    assert agent.entry is not None
-    if agent.attach:
-        attach(installed_adapters(plugins))
-    imported = load_agent(agent.entry, folder)
-    if imported.is_async and workers.isolation == "auto" and memory is None:
-        return TaskPerAttempt(imported)
-    return ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=files, memory=memory, secrets=secrets)
-
-
-async def workers_beside(
-    config: RunConfig, runner: Runner, base_url: str, worker_key: str
-) -> WorkerProcesses | WorkerThread:
-    """Workers on the trainer's machine that can begin: processes for an async agent, as `workers.processes` says.
-
-    An agent with a process for each attempt, or a command, needs no more than a thread here. So does an agent that no
-    other process can import.
-    """
-    agent, workers = config.agent, config.workers
-    assert agent is not None
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    total = workers.concurrency or runner.default_concurrency
-    count = min(total, workers.processes or min(cores, _MAX_PROCESSES))
-    if count > 1 and isinstance(runner, TaskPerAttempt):
-        plugins = [str(file) for file in config.plugin_files] if agent.attach else None
-        processes = WorkerProcesses(
-            ProcessSetup(str(config.folder), agent.entry, plugins, workers=True),
-            base_url,
-            worker_key,
-            concurrency=[len(range(number, total, count)) for number in range(count)],
-            secrets=config.secret_variables(os.environ),
-        )
-        try:
-            await processes.start()
-        except AgentError as error:
-            logger.warning("The agent runs in the trainer's process. %s", error)
-        else:
-            return processes
-    return WorkerThread(runner, base_url=base_url, worker_key=worker_key, concurrency=workers.concurrency)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -402,53 +336,3 @@ async def until_signal(work: Coroutine[Any, Any, T]) -> T | signal.Signals:
             if not received:
                 raise
             return received[0]
-
-
-class WorkerThread:
-    """A worker in a thread and event loop of its own, so that agents that block do not stop the server."""
-
-    def __init__(self, runner: Runner, *, base_url: str, worker_key: str, concurrency: int | None) -> None:
-        self._runner, self._base_url, self._worker_key, self._concurrency = runner, base_url, worker_key, concurrency
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, daemon=True, name="agl-worker")
-        self._task: asyncio.Task[None] | None = None
-        self.worker: Worker | None = None
-
-    def begin(self) -> None:
-        self._thread.start()
-
-    def _main(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._task = self._loop.create_task(self._run())
-            self._loop.run_until_complete(self._task)
-        except asyncio.CancelledError:
-            logger.debug("The worker was stopped.")
-        except AglError as error:
-            logger.error("The worker stopped. %s", error)
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
-
-    async def _run(self) -> None:
-        async with LightningClient(self._base_url, self._worker_key) as client:
-            self.worker = Worker(client, self._runner, concurrency=self._concurrency)
-            await self.worker.run()
-
-    @property
-    def problems(self) -> Mapping[str, int]:
-        """Failures of adapters, by message."""
-        return self.worker.problems if self.worker else {}
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    async def stop(self, timeout: float = 10.0) -> None:
-        """Cancel what runs and wait for the thread; calling it again changes nothing."""
-        if self._thread.ident is None:  # It never began.
-            self._loop.close()
-            return
-        if self._thread.is_alive() and self._task is not None:
-            self._loop.call_soon_threadsafe(self._task.cancel)
-        await asyncio.to_thread(self._thread.join, timeout)

@@ -12,7 +12,8 @@ from agl_core.testing import episodes as make
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Attempt, Json, Rollout, Task
 from agl_core.worker.agent import Agent, TaskPerAttempt
-from agl_core.worker.worker import Runner, WorkerThread
+from agl_core.worker.local import WorkerThread
+from agl_core.worker.worker import Runner
 
 
 @dataclass

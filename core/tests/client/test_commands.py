@@ -23,7 +23,7 @@ from agl_core.testing.server import until
 from agl_core.types import Ending, Episode, Source, Task
 from agl_core.wire import LeaseRequest
 from agl_core.worker.agent import agent_environment, client_variables
-from agl_core.worker.commands import CommandPerAttempt
+from agl_core.worker.processes import CommandPerAttempt
 
 PROGRAM = """
 import json, os, sys, urllib.request

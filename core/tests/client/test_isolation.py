@@ -25,8 +25,8 @@ from agl_core.testing import episodes as make
 from agl_core.testing.server import running_stack, until
 from agl_core.types import Ending, Task, ToolStatus
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, LeaseRequest
+from agl_core.worker.local import choose_runner, workers_beside
 from agl_core.worker.processes import ProcessPerAttempt
-from agl_core.worker.worker import choose_runner, workers_beside
 
 HERE = Path(__file__).parent
 AGL = Path(sys.executable).with_name("agl")
@@ -169,8 +169,10 @@ async def test_native_threads_of_a_library_are_no_reason_to_import_anew_nor_to_w
         "libc, imported_in = ctypes.CDLL(None), os.getpid()\n"
         "libc.pthread_create(ctypes.byref(ctypes.c_void_p()), None, libc.pause, None)\n"
         "def solve(task):\n"
+        "    import beside_it\n"
         "    return os.getpid() != imported_in\n"
     )
+    (tmp_path / "beside_it.py").touch()
     ended = await run(workplace, [1, 2], processes(workplace, "native_agent:solve", tmp_path))
     assert [attempt.result for _, attempt in ended] == [True, True]
     assert "Warning" not in capfd.readouterr().err  # Python has one for this from 3.12 on.
@@ -198,11 +200,11 @@ async def test_an_agent_that_cannot_be_imported_is_an_error_at_the_start(workpla
 
 @pytest.mark.parametrize("workplace", [{"attempts": 2}], indirect=True)
 async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again(pids: Path, workplace: Any) -> None:
-    worker = workplace.start_runner(processes(workplace))
+    others, worker = children(), workplace.start_runner(processes(workplace))
     task = {"does": "start_family", "file": str(pids), "then": "sleep"}
     running = asyncio.create_task(workplace.finish(worker, [task, {"does": "tell"}]))
     await until(lambda: len(noted(pids)) == 3)
-    forker = next(child for child in children() if "agl_core.worker.forker" in " ".join(child.cmdline()))
+    [forker] = [child for child in children() if child not in others]
     forker.send_signal(signal.SIGKILL)
     ended = await running
     attempts = await workplace.stack.store.attempts("w0")
@@ -214,8 +216,8 @@ async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again
 async def test_a_tool_that_stops_what_starts_processes_holds_nothing_up(
     workplace: Any, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    monkeypatch.setattr("agl_core.worker.processes._PING_EVERY", 0.1)
-    monkeypatch.setattr("agl_core.worker.processes._ANSWER_TIMEOUT", 1.0 if again else 60.0)
+    monkeypatch.setattr("agl_core.processes._PING_EVERY", 0.1)
+    monkeypatch.setattr("agl_core.processes._ANSWER_TIMEOUT", 1.0 if again else 60.0)
     ended = await run(workplace, [{"does": "stop_forker", "again": again}, {"does": "tell"}])
     assert [rollout.ending for rollout, _ in ended] == [Ending.FINISHED] * 2
     attempts = await workplace.stack.store.attempts("w0")

@@ -19,8 +19,7 @@ from agl_core.types import Ending
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, take_keys
 from agl_core.worker.agent import Agent, TaskPerAttempt, agent_environment, client_variables
 from agl_core.worker.client import LightningClient, ServerAddress, find_server, is_over
-from agl_core.worker.commands import CommandPerAttempt
-from agl_core.worker.processes import ProcessPerAttempt
+from agl_core.worker.processes import CommandPerAttempt, ProcessPerAttempt
 
 from .road import answer
 

@@ -34,9 +34,9 @@ from agl_core.wire import (
 from agl_core.worker import agent as agent_module
 from agl_core.worker.agent import Agent, AgentContext, Ended, TaskPerAttempt, closing, crashed
 from agl_core.worker.client import LightningClient, RefusedError
-from agl_core.worker.commands import CommandPerAttempt
-from agl_core.worker.processes import ProcessPerAttempt
-from agl_core.worker.worker import Runner, choose_runner
+from agl_core.worker.local import choose_runner
+from agl_core.worker.processes import CommandPerAttempt, ProcessPerAttempt
+from agl_core.worker.worker import Runner
 
 from .road import ask
 

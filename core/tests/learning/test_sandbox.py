@@ -154,7 +154,7 @@ async def test_many_at_a_time_each_get_their_own_value() -> None:
 def test_its_process_may_be_killed_or_stopped_by_others(number: signal.Signals) -> None:
     assert asyncio.run(run_sandboxed(evaluated, "1")) == 1
     for process in psutil.Process().children():
-        if any("sandbox_process" in argument for argument in process.cmdline()):
+        if any("processes.server" in argument for argument in process.cmdline()):
             process.send_signal(number)
             if number == signal.SIGKILL:
                 process.wait(30)
