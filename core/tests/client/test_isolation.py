@@ -179,14 +179,20 @@ async def test_native_threads_of_a_library_are_no_reason_to_import_anew_nor_to_w
 
 
 async def test_no_process_imports_anew_what_clients_import_at_their_first_call(workplace: Any, tmp_path: Path) -> None:
+    """Nor does it read the certificates that a client of its own needs."""
     (tmp_path / "usual_agent.py").write_text(
-        "import sys, anthropic, openai\n"
+        "import ssl, sys, anthropic, openai\n"
+        "contexts, create = [], ssl.create_default_context\n"
+        "ssl.create_default_context = lambda **kwargs: contexts.append(create(**kwargs)) or contexts[-1]\n"
         "clients = openai.OpenAI(), anthropic.Anthropic()\n"
         "def solve(task):\n"
+        "    contexts.clear()\n"
+        "    openai.OpenAI().close()\n"
         "    before, call = set(sys.modules), {'model': 'm', 'messages': [{'role': 'user', 'content': 'hi'}]}\n"
         "    clients[0].chat.completions.create(**call)\n"
         "    clients[1].messages.create(**call, max_tokens=9)\n"
-        "    return [name for name in set(sys.modules) - before if not name.startswith('opentelemetry')]\n"
+        "    new = [name for name in set(sys.modules) - before if not name.startswith('opentelemetry')]\n"
+        "    return [*new, *map(str, contexts)]\n"
     )
     [(_, attempt)] = await run(workplace, [1], processes(workplace, "usual_agent:solve", tmp_path))
     assert attempt.result == [], attempt.error
