@@ -53,9 +53,9 @@ async def meet(file: str) -> Any:
 
     async with openai.AsyncOpenAI() as client:
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    logging.getLogger("an.agent").warning("%s met", os.getpid())
     with open(file, "a") as pids:  # noqa: ASYNC230
         pids.write(f"{os.getpid()}\n")
-    logging.getLogger("an.agent").warning("%s met", os.getpid())
     while "go" not in os.listdir(os.path.dirname(file)):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     return {"pid": os.getpid(), "keys": tell()["keys"]}
