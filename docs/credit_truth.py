@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.config.load import CONFIG_FILE, load
-from agl_core.reading.metrics import read_metrics, series
+from agl_core.health.verdict import read_metrics, series
 from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Episode, Mode, Reward
 from agl_rewards.air import air

@@ -1,5 +1,5 @@
-"""Writes docs/configuration.md and docs/cli.md from the configuration's types, the installed plugins and the commands,
-and README's blocks of output (see make_readme.py).
+"""Writes docs/configuration.md, docs/cli.md and the alarms of docs/health.md from the configuration's types, the
+installed plugins, the commands and the table of alarms, and README's blocks of output (see make_readme.py).
 
 `python docs/make_reference.py` writes them, `--check` fails if one is not up to date.
 """
@@ -26,6 +26,7 @@ from agl_core.cli import add_installed, app
 from agl_core.config.models import RunConfig
 from agl_core.config.resolve import models_in
 from agl_core.config.sections import PluginChoice
+from agl_core.health.table import AlarmName
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
 
@@ -127,6 +128,13 @@ def cli(page: str) -> str:
     return _written(page, "commands", "\n\n".join(parts))
 
 
+def health(page: str) -> str:
+    """The page with its table of alarms written anew."""
+    rows = [f"| `{name}` | {_cell(name.about)} | {_cell(name.remedy)} |" for name in AlarmName]
+    head = "| alarm | raised when, and why it matters | what to do |\n|---|---|---|"
+    return _written(page, "alarms", "\n".join([head, *rows]))
+
+
 def _written(page: str, section: str, text: str) -> str:
     return replaced(page, f"docs/make_reference.py, {section}", f"\n{text.rstrip()}\n")
 
@@ -137,7 +145,12 @@ def main() -> None:
             version(f"agl-{folder.name}")
         except PackageNotFoundError:  # The pages would be made without its commands and settings.
             sys.exit(f"agl-{folder.name} is not installed: {sys.executable} -m pip install --no-deps -e {folder}")
-    for name, write in (("docs/configuration.md", configuration), ("docs/cli.md", cli), ("README.md", readme)):
+    for name, write in (
+        ("docs/configuration.md", configuration),
+        ("docs/cli.md", cli),
+        ("docs/health.md", health),
+        ("README.md", readme),
+    ):
         page = DOCS.parent / name
         text = write(page.read_text())
         if "--check" not in sys.argv[1:]:

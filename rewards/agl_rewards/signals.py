@@ -15,7 +15,6 @@ from typing import Any
 
 import agl_core
 from agl_core.capture.status import message_text
-from agl_core.learning.health import response_text
 from agl_core.learning.tool_results import has_failed
 from agl_core.types import Episode, Transition, TransitionKey
 
@@ -69,7 +68,7 @@ def abandoned(episode: Episode) -> Mapping[TransitionKey, float] | None:
         return None
     last = episode.transitions[-1]
     waits = bool(last.response.get("tool_calls")) and not last.tool_results
-    asks = response_text(last).rstrip().endswith(("?", "？"))
+    asks = message_text(last.response.get("content")).rstrip().endswith(("?", "？"))
     return {last.key: 1.0} if waits or asks else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 FLOORS = [
-    {"types", "store.interface"},
+    {"types", "store.interface", "health.table"},
     {
         *("hooks", "kinds", "decorators", "plugins", "protocols"),
         *("config", "errors", "wire", "private", "processes", "sandbox"),
@@ -22,6 +22,7 @@ FLOORS = [
     {"server"},
     {"client"},
     {"worker"},
+    {"health"},
     {"training"},
     {"reading"},
     {"builtin"},
@@ -90,7 +91,7 @@ def test_distributions_import_no_sibling(distributions: dict[str, Any]) -> None:
     assert sideways == []
 
 
-ROOMS_OF_THE_STORE = ("store", "server", "training", "reading", "testing")
+ROOMS_OF_THE_STORE = ("store", "server", "health", "training", "reading", "testing")
 HANDED_A_STORE = {
     *("agl_core.hooks", "agl_core.plugins", "agl_core.builtin"),  # Types of a hook, and registering SQLite.
     *("agl_otel.plugin", "agl_otel.intake"),  # A route of the server.
@@ -178,6 +179,7 @@ def _is_light(module: str) -> bool:
         (
             "agl_core.apis",
             "agl_core.server",
+            "agl_core.health.verdict",
             "agl_core.training",
             "agl_core.reading",
         )

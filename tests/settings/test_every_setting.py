@@ -21,17 +21,18 @@ from agl_core import kinds
 from agl_core.capture import attach
 from agl_core.cli.screen import show_in_browser
 from agl_core.errors import ConfigError, TrainingError
+from agl_core.health.alarms import Watch
+from agl_core.health.table import AlarmName
 from agl_core.learning.rewards import score
 from agl_core.plugins import Plugins
 from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
-from agl_core.training.alarms import Watch
 from agl_core.training.checkpoints import RunState
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import scoring_rules
 from agl_core.training.run import local_server, new_run_dir, passthrough_key
 from agl_core.training.session import engine_context, open_session
-from agl_core.types import AlarmName, Ending, Mode
+from agl_core.types import Ending, Mode
 from agl_core.wire import SERVER_FILE, LeaseRequest
 
 from .settings_bench import HERE, Bench, Effect, Given, Ran, ran
@@ -336,7 +337,7 @@ EFFECTS: Mapping[str, Effect] = {
 """How changing a setting is seen in a run that has what is given."""
 
 SEEN_BY: Mapping[str, tuple[str, ...]] = {
-    "alarms.": ("core/agl_core/types", "core/tests/training"),
+    "alarms.": ("core/agl_core/health", "core/tests/training"),
     "algorithm.": ("algorithms/policy/tests", "algorithms/torch/tests"),
     "engine.torch.": ("algorithms/torch/tests",),
     "reward.feedback.": ("apps/online/tests",),

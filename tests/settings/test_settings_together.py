@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from agl_core.errors import CapabilityError
-from agl_core.training.failures import asserted_rewards, asserted_tool_results, checks_in
+from agl_core.health.alarms import alarms_of
+from agl_core.health.table import AlarmName
 
 from .settings_bench import Bench
 
@@ -98,6 +99,6 @@ def test_a_tool_result_does_not_count_twice(bench: Bench) -> None:
     ],
 )
 def test_what_it_may_rest_on(bench: Bench, given: Mapping[str, Any], of_tool_results: bool, of_rewards: bool) -> None:
-    checks = {asserted_tool_results: of_tool_results, asserted_rewards: of_rewards}
-    raised = [check for check in checks_in(bench.load(given)) if check in checks]
-    assert raised == [check for check, is_raised in checks.items() if is_raised]
+    names = {AlarmName.ASSERTED_TOOL_RESULTS: of_tool_results, AlarmName.ASSERTED_REWARDS: of_rewards}
+    raised = [name for name in alarms_of(bench.load(given)) if name in names]
+    assert raised == [name for name, is_raised in names.items() if is_raised]

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.errors import ConfigError
+from agl_core.health.table import AlarmName
 from agl_core.reading.runs import has_writer
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
 from agl_core.training.loop import Evaluated, Trainer, uninterrupted
 from agl_core.training.metrics import Advance, Observer, Summary
 from agl_core.training.rollouts import Drawn
 from agl_core.training.run import make_run_dir, train
-from agl_core.types import AlarmName
 from agl_online.config import LearnSection, learn_section
 from agl_online.deployed import DeployedVersions
 from agl_online.experience import SessionExperience, updates_since

@@ -21,10 +21,11 @@ import tomli_w
 from agl_core import private
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, TrainingError
+from agl_core.health.alarms import alarm_of_failures
+from agl_core.health.rollouts import mean
 from agl_core.learning.transitions import message_text
 from agl_core.protocols import RecordedTasks
-from agl_core.training.failures import common_failure, failures
-from agl_core.training.metrics import Observer, mean
+from agl_core.training.metrics import Observer
 from agl_core.training.plan import group_of, train_index
 from agl_core.training.session import Session
 from agl_core.types import Ending, Episode, Rollout, RolloutState, episode_return
@@ -94,7 +95,7 @@ class Search:
         if (least := len(self.validation)) > self.settings.budget:
             raise ConfigError(f"[optimize] budget: {least} validation tasks need more rollouts than this.")
         episodes = await self.evaluate(self.seed, self.validation)
-        if common_failure(episodes) and (fault := await failures(self.session.server.store, episodes)):
+        if fault := await alarm_of_failures(self.session.server.store, episodes):
             raise TrainingError(f"The search cannot begin: {fault.seen}. {fault.remedy} {fault.details}")
         for name, prompt in self.config.prompts.items():
             seen = {message_text(m) for e in episodes for t in e.transitions for m in t.messages}

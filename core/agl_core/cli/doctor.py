@@ -24,9 +24,9 @@ from agl_core.cli.upstreams import choose_key, choose_url, open_upstream
 from agl_core.cli.words import codex_hint, harmless
 from agl_core.config.load import LoadedConfig, load
 from agl_core.errors import AglError, nearest
+from agl_core.health.verdict import read_health
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
-from agl_core.reading.metrics import read_health
 from agl_core.reading.runs import explain_waiting, find_run, read_entry
 from agl_core.training.metrics import Observer
 from agl_core.wire import HEALTH, OPERATOR_KEY, Activity, Empty, take_keys

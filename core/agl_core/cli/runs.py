@@ -13,7 +13,7 @@ import typer
 
 from agl_core.cli.screen import FILTERS, AsJson, NewestRun, Runs, Screen, filtered, print_json, table
 from agl_core.cli.words import number, one_line, plain, said_by, score, size, status_text
-from agl_core.learning.health import has_cut_prompt
+from agl_core.health.rollouts import has_cut_prompt
 from agl_core.learning.transitions import message_text
 from agl_core.reading import runs as reading
 from agl_core.reading.explained import AttemptReport, GroupReport, RolloutReport, TerminalReward, Turn, read_group

@@ -14,17 +14,17 @@ from typing import Annotated, Any
 import typer
 
 from agl_core.cli.screen import AsJson, ConsoleObserver, Screen, Seed, Set, print_json, show_in_browser, table
-from agl_core.cli.words import plain, score
+from agl_core.cli.words import score
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.errors import ConfigError
+from agl_core.health.verdict import METRICS_FILE, counts
 from agl_core.learning.evaluations import Comparison, Estimate, TaskScore, compare, passes
 from agl_core.protocols import Engine
-from agl_core.reading.metrics import RunVerdict, read_metrics, verdict_of
 from agl_core.reading.runs import find_run
 from agl_core.reading.shapes import is_recording
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.metrics import METRICS_FILE, Summary, counts, scores_of
+from agl_core.training.metrics import Summary, scores_of
 from agl_core.training.run import evaluate as run_evaluation
 from agl_core.training.run import new_run_dir
 from agl_core.training.run import train as run_training
@@ -144,18 +144,15 @@ def train_and_report(
             return await training(ConsoleObserver(console, loaded.config.train.steps, address))
 
     summary = run(work())
-    verdict = verdict_of(read_metrics(run_dir))
-    summary.write(plain(verdict))
-    print_summary(console, summary, go_on, verdict)
+    summary.write()
+    print_summary(console, summary, go_on)
     if summary.stopped_by is not None:
         raise typer.Exit(128 + summary.stopped_by)
-    if verdict is not None and verdict.failed:
+    if summary.verdict is not None and summary.verdict.failed:
         raise typer.Exit(1)
 
 
-def print_summary(
-    console: Screen, summary: Summary, go_on: str | None = None, verdict: RunVerdict | None = None
-) -> None:
+def print_summary(console: Screen, summary: Summary, go_on: str | None = None) -> None:
     """Reward before and after, verdict, cost, where everything is, and what to do next.
 
     `go_on` is the command that goes on with a run that was stopped; None: that of `agl train`.
@@ -168,7 +165,7 @@ def print_summary(
             rewards.add_row(name, mode, score(before), score(by_mode["after"][mode]))
     if summary.sets:
         console.print(rewards)
-    console.print(f"verdict: {verdict.text if verdict else 'none, for no step was made'}", style="bold")
+    console.print(f"verdict: {summary.verdict.text if summary.verdict else 'none, for no step was made'}", style="bold")
     transitions = counts(summary.steps, "transitions/")
     idle = transitions["without_advantage"]
     idle_note = f" ({idle} of them with an advantage of 0)" if idle else ""

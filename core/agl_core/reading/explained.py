@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agl_core.errors import StoreRefusedError
+from agl_core.health.rollouts import RolloutHealth, health_of
 from agl_core.learning.certificate import Certificate, certify
-from agl_core.learning.health import RolloutHealth, health_of
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.reading.runs import open_store
 from agl_core.store.interface import Store

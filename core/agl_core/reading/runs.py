@@ -15,14 +15,14 @@ from agl_core import private
 from agl_core.config.load import CONFIG_FILE, STORED, load
 from agl_core.config.sections import FOLDER_NAME
 from agl_core.errors import ConfigError, StoreError
+from agl_core.health.alarms import who_waits
+from agl_core.health.verdict import METRICS_FILE, MetricsLine, RunVerdict, read_metrics, stopped_early, verdict_of
 from agl_core.plugins import Plugins
-from agl_core.reading.metrics import MetricsLine, RunVerdict, read_metrics, stopped_early, verdict_of
 from agl_core.store.connections import is_written, log_of
 from agl_core.store.interface import Store
 from agl_core.store.sqlite import SqliteStore
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.failures import who_waits
-from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE
+from agl_core.training.metrics import SUMMARY_FILE
 from agl_core.types import Mode, RolloutState
 from agl_core.wire import Activity
 

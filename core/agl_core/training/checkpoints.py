@@ -17,12 +17,12 @@ import orjson
 from agl_core import private
 from agl_core.config.models import StopSection
 from agl_core.errors import CheckpointError, ConfigError
+from agl_core.health.verdict import HEADLINE_SET
 
 _log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 """Their folder in a run's."""
-HEADLINE_SET = "eval"
 _STATE, _PREFIX = "state.json", "step-"
 """The state in each checkpoint; how a checkpoint's name begins."""
 VERSIONS_FILE = "versions.jsonl"

@@ -15,32 +15,28 @@ from agl_core import hooks
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import EvalSection
 from agl_core.errors import TrainingError
+from agl_core.health.alarms import Watch, alarm_of_failures, alarms_on
+from agl_core.health.rollouts import (
+    contrast_metrics,
+    count_metrics,
+    episode_metrics,
+    proof_metrics,
+    staleness_metrics,
+    update_metrics,
+)
+from agl_core.health.table import Alarm, AlarmName
+from agl_core.health.verdict import LOSS, check_patience, check_serving
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches, without_stale
 from agl_core.learning.certificate import recomputed_in
 from agl_core.learning.evaluations import TaskScore
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, TaskSource, UpdateResult
-from agl_core.training.alarms import Alarm, Watch
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.child import peak_rss_bytes
-from agl_core.training.failures import Check, check_patience, check_serving, common_failure, failures, rollout_alarms
-from agl_core.training.metrics import (
-    LOSS,
-    Advance,
-    MetricsLog,
-    Observer,
-    contrast_metrics,
-    drop_metrics,
-    episode_metrics,
-    evaluation_line,
-    proof_metrics,
-    staleness_metrics,
-    step_line,
-    update_metrics,
-)
+from agl_core.training.metrics import Advance, MetricsLog, Observer, evaluation_line, step_line
 from agl_core.training.plan import TrainingPlan, group_of
 from agl_core.training.recorded import HeldOutReplies
 from agl_core.training.rollouts import Collector, Drawn, Experience
-from agl_core.types import AlarmName, DropReason, Episode, Mode, Rollout, TrainingRecord, scored_return
+from agl_core.types import DropReason, Episode, Mode, Rollout, TrainingRecord, scored_return
 
 if TYPE_CHECKING:
     from agl_core.training.session import Session
@@ -73,7 +69,7 @@ class Trainer:
     checkpoints: Checkpoints
     log: MetricsLog
     observer: Observer
-    checks: Sequence[Check] = ()
+    on_rollouts: Sequence[AlarmName] = ()
     """The alarms on the rollouts of a step."""
     state: RunState = field(default_factory=RunState)
     watch: Watch = field(default_factory=Watch)
@@ -193,7 +189,8 @@ class Trainer:
         results = await self._update(step, batches)
         updated = time.monotonic()
         records = await self._record(step, batches, results, drawn.rollouts)
-        alarms = await rollout_alarms(self.checks, drawn, self.session.server.store)
+        alarms = alarms_on(drawn.new, self.on_rollouts)
+        failure = await alarm_of_failures(self.session.server.store, drawn.new)
         stats = await self._stats()
         metrics = {
             **self._metrics(drawn, batches, results, records),
@@ -203,6 +200,7 @@ class Trainer:
             "seconds/update": updated - rolled_out,
             "seconds/step": time.monotonic() - started,
         }
+        alarms += [failure] if failure else []
         alarms = self.watch.look(metrics, [*alarms, *self.session.stall.take()])
         state, self._latest = self.state, drawn
         state.step = step
@@ -293,7 +291,7 @@ class Trainer:
             **rewards,
             **drawn.metrics,
             **update_metrics(updates, several=len(self.loaded.policies) > 1),
-            **drop_metrics(record.dropped for record in records),
+            **count_metrics("dropped", (record.dropped for record in records)),
             **proof_metrics(drawn.episodes, records),
             **{f"episodes_dropped/{reason}": float(count) for reason, count in batches.episodes_dropped.items()},
             "transitions/kept": float(len(records) - dropped),
@@ -387,9 +385,8 @@ class Evaluator:
         for replies in self.replies:
             await self._measure(evaluated, step, replies)
         episodes = [episode for of_mode in evaluated.episodes.values() for episode in of_mode]
-        if step == 0 or common_failure(episodes):
-            alarm = await failures(self.collector.store, episodes)
-            evaluated.alarms = [] if alarm is None else [alarm]
+        alarm = await alarm_of_failures(self.collector.store, episodes, common=step > 0)
+        evaluated.alarms = [] if alarm is None else [alarm]
         return evaluated
 
     def planned(self, step: int, split: str, mode: Mode, position: int = 0, repeat: int = 1) -> list[list[Rollout]]:

@@ -20,12 +20,12 @@ from typing import Protocol, TypeVar
 
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import PluginError
+from agl_core.health.alarms import StallWatch
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, reported, score_all, score_groups
 from agl_core.learning.transitions import build_episode
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup
 from agl_core.store.interface import Store
-from agl_core.training.failures import StallWatch
 from agl_core.training.metrics import Advance
 from agl_core.types import (
     Annotation,

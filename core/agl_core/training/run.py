@@ -18,16 +18,16 @@ from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.config.models import RunConfig
 from agl_core.config.sections import GatewaySection
 from agl_core.errors import CheckpointError, ConfigError, EngineError, ServerError, StoreError, TrainingError
+from agl_core.health.alarms import KEPT, Watch, alarms_of
+from agl_core.health.verdict import METRICS_FILE, read_metrics
 from agl_core.protocols import RecordedTasks
 from agl_core.server import Keys, LightningServer
 from agl_core.server.keys import RolloutSource, SourceFactory
 from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store
-from agl_core.training.alarms import KEPT, Watch
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, check_changes, read_state
-from agl_core.training.failures import checks_in
 from agl_core.training.loop import Evaluated, Trainer, uninterrupted
-from agl_core.training.metrics import METRICS_FILE, SUMMARY_FILE, MetricsLog, Observer, Summary
+from agl_core.training.metrics import SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_core.training.session import Session, first_look, open_session
 from agl_core.wire import SERVER_FILE, ServerFile, take_key_of
 from agl_core.worker.worker import until_signal
@@ -105,12 +105,12 @@ async def train(
                     checkpoints,
                     log,
                     observer,
-                    checks=checks_in(loaded),
+                    on_rollouts=alarms_of(loaded),
                     state=state,
                     watch=Watch(
                         config.alarms,
                         tuple(config.policies),
-                        [*log.steps()],
+                        [line.values for line in read_metrics(run_dir) if line.kind == "train"],
                         max(KEPT, config.train.patience, *config.train.stop.alarms.values()),
                     ),
                 )
@@ -130,7 +130,7 @@ async def train(
                     run_dir=run_dir,
                     seed=config.seed,
                     state=state,
-                    steps=[*log.steps()],
+                    lines=read_metrics(run_dir),
                     stopped_by=stopped_by,
                     checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
                     best=checkpoints.best(),

@@ -17,18 +17,18 @@ from pydantic_core import to_jsonable_python
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, EngineError, last_frames
-from agl_core.learning.health import health_of
+from agl_core.health.alarms import StallWatch, alarm_of_failures, alarms_on, common_failure
+from agl_core.health.rollouts import health_of
+from agl_core.health.table import Alarm, AlarmName
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource, Upstream
 from agl_core.server import LightningServer
-from agl_core.training.alarms import Alarm
-from agl_core.training.failures import StallWatch, common_failure, failures, no_result, no_reward
 from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
 from agl_core.training.plan import group_of
 from agl_core.training.recorded import HeldOutReplies, RecordedQueue, Recordings
 from agl_core.training.rollouts import Collector, Queue, scoring_rules
-from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run
+from agl_core.types import Ending, Episode, Mode, Rollout, Run
 from agl_core.wire import SERVER_FILE
 from agl_core.worker.agent import agent_environment, client_variables
 from agl_core.worker.local import WorkerProcesses, WorkerThread, choose_runner, workers_beside
@@ -264,11 +264,11 @@ async def first_look(session: Session, observer: Observer) -> Look:
             failure, are_answered = common_failure(episodes), all(episode.transitions for episode in episodes)
             if failure is None or (until == 3 and (failure is not Ending.CRASHED or not are_answered)):
                 break
-    fault = None if failure is None else await failures(session.server.store, episodes)
+    fault = await alarm_of_failures(session.server.store, episodes)
     problems = session.workers.problems if session.workers else {}
     seen = [(episode.ending is Ending.FINISHED, _described(episode)) for episode in episodes]
-    lacking = [Alarm.of(check, lack).text for check in (no_reward, no_result) if (lack := check(episodes)) is not None]
-    seen += [(False, text) for text in (*lacking, *(f"problem: {problem}" for problem in problems))]
+    lacking = alarms_on(episodes, (AlarmName.NO_REWARD, AlarmName.NO_RESULT))
+    seen += [(False, text) for text in (*(a.text for a in lacking), *(f"problem: {problem}" for problem in problems))]
     return Look(seen, fault, are_answered)
 
 

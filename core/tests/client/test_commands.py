@@ -16,7 +16,7 @@ import pytest
 
 from agl_core.capture import Recording
 from agl_core.errors import AgentError
-from agl_core.learning.health import health_of
+from agl_core.health.rollouts import health_of
 from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.testing.server import until

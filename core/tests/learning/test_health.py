@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.learning.health import RolloutHealth, health_of
+from agl_core.health.rollouts import RolloutHealth, health_of
 from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.types import (

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_core.health.alarms import alarms_on
+from agl_core.health.table import AlarmName
 from agl_core.learning.tool_results import function_of
 from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
-from agl_core.training.failures import contradicted_tool_results
 from agl_core.types import Call, Episode, Json, Source, ToolResult, ToolStatus
 
 
@@ -118,7 +119,8 @@ def test_no_report_denies_a_failure_that_the_model_was_shown(
     (result,) = episode.transitions[0].tool_results
     assert (result.status, result.status_rule) == (ToolStatus.ERROR, "contradicted")
     assert (result.source, result.result, result.error) == (Source.CONVERSATION, None, "Error: no city")
-    assert str(contradicted_tool_results([episode, episode])).startswith("2 of 2 tool results")
+    [alarm] = alarms_on([episode, episode], [AlarmName.CONTRADICTED_TOOL_RESULTS])
+    assert alarm.seen.startswith("2 of 2 tool results")
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from agl_core.apis import answered
 from agl_core.apis.answered import SentMessages
 from agl_core.apis.errors import ApiError
 from agl_core.apis.reply import PromptIds, read_reply
+from agl_core.health.rollouts import health_of
 from agl_core.learning.batch import left_out
-from agl_core.learning.health import health_of
 from agl_core.store.codec import Pieces, encode
 from agl_core.testing import episodes
 from agl_core.testing.scripts import Raw

@@ -16,13 +16,13 @@ from agl_core.builtin.buffers import Fifo
 from agl_core.builtin.credit import identical
 from agl_core.config.models import RunConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
+from agl_core.health.alarms import StallWatch
+from agl_core.health.table import Alarm, AlarmName
 from agl_core.kinds import Component, NoOptions
 from agl_core.plugins import Plugins
 from agl_core.protocols import Buffer, DrawContext, Engine, Progress, TaskSource, UpdateResult
 from agl_core.testing import episodes as make
-from agl_core.training.alarms import Alarm
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.failures import StallWatch, contradicted_tool_results, no_reward
 from agl_core.training.loop import Evaluated, Trainer
 from agl_core.training.metrics import MetricsLog, Observer
 from agl_core.training.rollouts import Scored
@@ -278,7 +278,7 @@ def make_bench(
         Checkpoints(folder, keep=100),
         cast(MetricsLog, log),
         Observer(),
-        checks=(no_reward, contradicted_tool_results),
+        on_rollouts=(AlarmName.NO_REWARD, AlarmName.CONTRADICTED_TOOL_RESULTS),
         state=replace(state) if state else RunState(),
     )
     return Bench(trainer, collector, engine, store, log)

@@ -15,21 +15,14 @@ import pytest
 
 from agl_core.config.models import RunConfig
 from agl_core.errors import TrainingError
+from agl_core.health.alarms import KEPT_FIRST, Watch, alarms_of, alarms_on, who_waits
+from agl_core.health.table import AlarmName, Numbers
+from agl_core.health.verdict import check_patience, read_metrics
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Hold
 from agl_core.testing.server import running_stack, until
-from agl_core.training.alarms import CHECKS, KEPT_FIRST, Numbers, Watch
-from agl_core.training.failures import (
-    asserted_rewards,
-    asserted_tool_results,
-    cached_replies,
-    check_patience,
-    checks_in,
-    who_waits,
-)
 from agl_core.training.metrics import MetricsLog
 from agl_core.types import (
-    AlarmName,
     DropReason,
     Ending,
     Episode,
@@ -93,8 +86,7 @@ def after_sound(bad: Numbers) -> list[Numbers]:
 
 
 def test_every_alarm_on_numbers_is_here_and_has_a_threshold() -> None:
-    assert {check.__name__ for check in CHECKS} == BAD.keys()
-    assert {name for name in AlarmName if name.has_threshold} == {*BAD, AlarmName.STALL}
+    assert {name for name in AlarmName if name.signal} == {*BAD, AlarmName.STALL}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -149,9 +141,11 @@ def test_a_resumed_run_goes_on_from_its_numbers_and_does_not_repeat_itself(tmp_p
     for number, numbers in enumerate([*[SOUND] * 8, *[bad] * 4], 1):
         alarms = first.look(numbers)
         log.write(number, "train", {**numbers, **first.held}, alarms)
-    assert watched(Watch(steps=[*log.steps()]), bad) == []
+    assert watched(Watch(steps=[line.values for line in read_metrics(tmp_path)]), bad) == []
     log.forget_after(8)
-    assert watched(Watch(steps=[*log.steps()]), bad, bad, bad) == [AlarmName.TRUNCATED]
+    assert watched(Watch(steps=[line.values for line in read_metrics(tmp_path)]), bad, bad, bad) == [
+        AlarmName.TRUNCATED
+    ]
 
 
 def test_a_long_run_is_compared_with_its_first_and_latest_steps_alone() -> None:
@@ -282,7 +276,7 @@ async def test_groups_that_are_too_small_are_so_for_another_reason(tmp_path: Pat
 async def test_a_reward_that_the_agent_alone_reports_is_told_once(tmp_path: Path) -> None:
     bench = make_bench(tmp_path, steps=3)
     bench.collector.reports = True
-    bench.trainer.checks = [asserted_tool_results, asserted_rewards]
+    bench.trainer.on_rollouts = [AlarmName.ASSERTED_TOOL_RESULTS, AlarmName.ASSERTED_REWARDS]
 
     lines = await messages(bench)
 
@@ -298,7 +292,7 @@ async def test_only_algorithms_that_look_at_rewards_raise_alarms_about_them(tmp_
     bench.collector.reward = lambda rollout: 0.0
     object.__setattr__(bench.trainer.loaded, "is_rewarded", is_rewarded)
     if not is_rewarded:
-        bench.trainer.checks = checks_in(bench.trainer.loaded)
+        bench.trainer.on_rollouts = alarms_of(bench.trainer.loaded)
     await bench.trainer.train()
     assert {alarm.name for alarm in bench.log.alarms} == (
         {AlarmName.NO_REWARD, AlarmName.NO_CONTRAST} if is_rewarded else set()
@@ -354,12 +348,14 @@ def test_a_cache_in_the_agents_client_is_noticed() -> None:
     )
     copy = make.episode(make.transition(messages=(reply,), rollout="c"), rollout="c")
     silent = make.episode(rollout="d", ending=Ending.NO_CALL)
-    assert cached_replies([first, own, replace(copy, group="h"), replace(silent, group="i")]) is None
-    assert "2 of 4 rollouts" in str(cached_replies([first, own, copy, silent]))
+    names = [AlarmName.CACHED_REPLIES]
+    assert alarms_on([first, own, replace(copy, group="h"), replace(silent, group="i")], names) == []
+    assert "2 of 4 rollouts" in alarms_on([first, own, copy, silent], names)[0].seen
 
 
 @pytest.mark.parametrize("source", [Source.ADAPTER, Source.SPAN, Source.COMMAND])
 def test_tool_results_that_only_the_agents_side_tells(source: Source) -> None:
-    assert asserted_tool_results([reported_by(), reported_by(Source.CONVERSATION)]) is None
-    seen = asserted_tool_results([reported_by(source, Source.CONVERSATION), reported_by(source, source)])
-    assert f"some of the 4 of this step were ({source} 3)" in str(seen)
+    names = [AlarmName.ASSERTED_TOOL_RESULTS]
+    assert alarms_on([reported_by(), reported_by(Source.CONVERSATION)], names) == []
+    [alarm] = alarms_on([reported_by(source, Source.CONVERSATION), reported_by(source, source)], names)
+    assert f"some of the 4 of this step were ({source} 3)" in alarm.seen

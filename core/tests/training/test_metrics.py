@@ -9,26 +9,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import ANY
 
 import pytest
 
 from agl_core.builtin.credit import identical, immediate
 from agl_core.errors import CheckpointError
+from agl_core.health.rollouts import contrast_metrics, count_metrics, episode_metrics, staleness_metrics
+from agl_core.health.verdict import MetricsLine, read_metrics, verdict_of
 from agl_core.hooks import hookimpl
 from agl_core.learning.batch import BatchPlan, PolicyCredit
 from agl_core.learning.evaluations import TaskScore, compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_core.plugins import Plugins
-from agl_core.reading.metrics import MetricsLine, verdict_of
-from agl_core.training.metrics import (
-    MetricsLog,
-    Summary,
-    contrast_metrics,
-    drop_metrics,
-    episode_metrics,
-    staleness_metrics,
-    step_line,
-)
+from agl_core.training.metrics import MetricsLog, Summary, step_line
 from agl_core.types import (
     CreditKind,
     DropReason,
@@ -126,7 +118,10 @@ def test_of_nothing_there_is_no_mean() -> None:
 def test_episodes_are_as_old_as_their_oldest_call_and_drops_are_counted_by_reason() -> None:
     episodes = [episode("a", (1, 3)), episode("b", (3, 3)), episode("c", (2,))]
     assert staleness_metrics(episodes, {"default": 3}) == {"staleness/mean": 1.0, "staleness/max": 2.0}
-    assert drop_metrics([None, "stale", "ending", "stale", None]) == {"dropped/stale": 2.0, "dropped/ending": 1.0}
+    assert count_metrics("dropped", [None, "stale", "ending", "stale", None]) == {
+        "dropped/stale": 2.0,
+        "dropped/ending": 1.0,
+    }
 
 
 async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
@@ -145,7 +140,8 @@ async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
     assert line["transitions/kept"] + line["transitions/dropped"] == 6
     assert line["episodes_dropped/ending"] == 1
     assert line["seconds/rollouts"] + line["seconds/update"] <= line["seconds/step"]
-    summary = Summary(tmp_path, 0, bench.trainer.state, bench.trainer.watch.steps, None, None, None, {}).as_json()
+    lines = [MetricsLine(1, "train", line)]
+    summary = Summary(tmp_path, 0, bench.trainer.state, lines, None, None, None, {}).as_json()
     assert (summary["llm_calls"], summary["rollouts"]) == (6, {"finished": 3, "crashed": 1})
     assert summary["transitions"]["kept"] == line["transitions/kept"]
     assert summary["train_rewards"] == [line["reward/mean"]]
@@ -233,7 +229,7 @@ def test_resuming_takes_out_later_steps_and_a_line_that_was_cut_off(tmp_path: Pa
         path.write_bytes(whole[:end])
         log = MetricsLog(path, {}, restart=1)
         log.forget_after(1)
-        assert [*log.steps()] == [{"loss": 0.5, "time": ANY}] * 2
+        assert [line.values["loss"] for line in read_metrics(tmp_path)] == [0.5] * 2
         assert path.read_bytes() == kept, whole[:end]
 
     for broken in (b'{"step":1', b"{}", b"[]", b"3", b""):

@@ -18,6 +18,7 @@ from agl_core.builtin.buffers import Fifo
 from agl_core.builtin.credit import identical
 from agl_core.config.models import RunConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
+from agl_core.health.alarms import StallWatch
 from agl_core.kinds import Component, NoOptions
 from agl_core.learning.evaluations import TaskScore
 from agl_core.learning.rewards import ScoringRule
@@ -26,7 +27,6 @@ from agl_core.protocols import Engine, Progress, ResponseScores, UpdateResult, U
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
-from agl_core.training.failures import StallWatch
 from agl_core.training.loop import Evaluated
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector

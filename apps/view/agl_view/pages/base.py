@@ -19,6 +19,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import AglError, ConfigError, nearest
+from agl_core.health.verdict import MetricsLine, read_metrics, series
 from agl_core.reading.explained import (
     GroupCredit,
     GroupReport,
@@ -27,7 +28,6 @@ from agl_core.reading.explained import (
     read_call,
     read_group,
 )
-from agl_core.reading.metrics import MetricsLine, read_metrics, series
 from agl_core.reading.rollouts import Query, read_page
 from agl_core.reading.runs import RunEntry, read_entry, state_mark
 from agl_core.types import Ending, Mode, ToolStatus, Verdict

@@ -12,8 +12,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agl_core.health.verdict import held_out, read_metrics, series
 from agl_core.reading.explained import RolloutEntry, read_group
-from agl_core.reading.metrics import held_out, read_metrics, series
 from agl_core.reading.rollouts import Query, read_entries
 from agl_core.reading.runs import read_settings
 from agl_core.training.checkpoints import differences

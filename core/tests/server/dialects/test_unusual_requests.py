@@ -13,8 +13,8 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from agl_core.capture.requests import HEADER_IGNORED
+from agl_core.health.rollouts import answer, health_of
 from agl_core.learning.batch import left_out
-from agl_core.learning.health import answer, health_of
 from agl_core.testing.scripts import CallTools, Fail, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import DropReason, Mode

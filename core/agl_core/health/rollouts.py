@@ -1,4 +1,4 @@
-"""The health of a rollout: a verdict from what was recorded of it, with the symptoms or the missing evidence.
+"""The health of a rollout: a verdict from what was recorded of it, and the numbers of many.
 
 A symptom is no verdict on the policy: a rollout with a low reward is healthy, and one that loops may be right. It says
 what a person would want to look at.
@@ -6,12 +6,16 @@ what a person would want to look at.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agl_core.capture.status import message_text
+from agl_core.learning.batch import BatchPlan, staleness
+from agl_core.learning.certificate import Proof, certify
 from agl_core.learning.tool_results import has_failed, tool_calls_of
 from agl_core.types import (
     HOUSEKEEPING,
@@ -19,10 +23,13 @@ from agl_core.types import (
     Ending,
     Episode,
     Evidence,
+    FinishReason,
     PrefixBreak,
     Symptom,
+    TrainingRecord,
     Transition,
     Verdict,
+    scored_return,
 )
 
 LOOP_REPEATS, LOOP_CHARACTERS = 5, 60
@@ -191,3 +198,111 @@ def _system_prompt(transition: Transition) -> str:
     """The instructions that an agent begins with, which tell it from another if it has no name."""
     first = transition.messages[0] if transition.messages else {}
     return message_text(first.get("content")) if first.get("role") in ("system", "developer") else ""
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Rewards with their components, endings, lengths, turns, calls and health of one set of rollouts.
+
+    Rewards are also by part, for tasks of a mixture. `reward/mean` is of returns, because single calls may have rewards
+    of their own; an episode that was dropped unscored counts as 0.
+    """
+    rewards = [scored_return(episode) or 0.0 for episode in episodes]
+    transitions = [t for e in episodes for t in e.transitions]
+    metrics = {
+        "reward/mean": mean(rewards),
+        "reward/std": math.sqrt(mean([(r - mean(rewards)) ** 2 for r in rewards])) if rewards else math.nan,
+        "rollouts": float(len(episodes)),
+        "rollout/turns": mean(len(e.transitions) for e in episodes),
+        "rollout/calls": mean(len({t.key.call for t in e.transitions}) for e in episodes),
+        "rollout/tool_results": mean(sum(len(t.tool_results) for t in e.transitions) for e in episodes),
+        "length/prompt": mean(len(t.prompt_ids) for t in transitions if t.prompt_ids is not None),
+        "length/response": mean(len(t.response_ids) for t in transitions if t.response_ids is not None),
+        "length/truncated": mean(t.finish_reason is FinishReason.LENGTH for t in transitions),
+        "calls/prefix_broken": float(sum(t.prefix_broken not in (None, PrefixBreak.REQUEST) for t in transitions)),
+        "calls/parse_errors": float(sum(t.parse_error is not None for t in transitions)),
+        "calls/undelivered": float(sum(len({t.key.call for t in e.undelivered}) for e in episodes)),
+        "calls/passed_through": float(sum(sum((e.passed_through or {}).values()) for e in episodes)),
+        "calls/unattributed": float(sum(e.unattributed for e in episodes)),
+        "tool_results/unjoined": float(sum(len(e.unjoined) for e in episodes)),
+    }
+    components, by_part = defaultdict[str, float](float), defaultdict[str, list[float]](list)
+    for episode, reward in zip(episodes, rewards, strict=True):
+        for component in episode.rewards:
+            components[component.name] += component.value
+        part = episode.task.metadata.get("part")
+        if episode.task.id.startswith(f"{part}/"):  # It is of a mixture.
+            by_part[str(part)].append(reward)
+    metrics |= {f"reward/{name}": total / len(episodes) for name, total in components.items()}
+    metrics |= {f"reward/part/{part}": mean(of_part) for part, of_part in by_part.items()}
+    metrics |= count_metrics("calls/prefix_broken", (t.prefix_broken for t in transitions))
+    metrics |= count_metrics("ending", (e.ending for e in episodes))
+    metrics |= health_metrics(episodes)
+    return {key: value for key, value in metrics.items() if math.isfinite(value)}
+
+
+def health_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The verdicts on these rollouts with their reasons, and what their responses and tool calls are like."""
+    healths = [health_of(episode) for episode in episodes]
+    transitions = [t for e in episodes for t in e.transitions]
+    answers = [text.strip() for e in episodes if e.ending is Ending.FINISHED and (text := answer(e)) is not None]
+    return {
+        **count_metrics("health", (health.verdict for health in healths)),
+        **count_metrics("unhealthy", (symptom for health in healths for symptom in health.symptoms)),
+        **count_metrics("unobserved", (evidence for health in healths for evidence in health.missing)),
+        "responses/repetitive": mean(is_repetitive(response_text(t)) for t in transitions),
+        "responses/gibberish": mean(map(is_gibberish, transitions)),
+        "answers/empty": mean(not text for text in answers),
+        "answers/question": mean(text.endswith(("?", "？")) for text in answers),
+        "answers/refused": mean(map(is_refusal, answers)),
+        "tool_results/failed": mean(has_failed(result) for t in transitions for result in t.tool_results),
+    }
+
+
+def contrast_metrics(groups: Iterable[Sequence[Episode]], plan: BatchPlan) -> dict[str, float]:
+    """The share of groups in which a comparison has nothing to learn from."""
+    compared = [group for group in groups if len(group) > 1]
+    return {"groups/no_contrast": mean(not plan.has_contrast(group) for group in compared)} if compared else {}
+
+
+def staleness_metrics(episodes: Sequence[Episode], versions: Mapping[str, int]) -> dict[str, float]:
+    """How old the episodes are, in updates: the oldest transition of each; `versions` are the trainer's."""
+    ages = [staleness(episode, versions) for episode in episodes if episode.transitions]
+    return {"staleness/mean": mean(ages), "staleness/max": float(max(ages))} if ages else {}
+
+
+def update_metrics(by_policy: Mapping[str, Mapping[str, float]], *, several: bool) -> dict[str, float]:
+    """The engine's metrics of a step's updates: `update/KEY`; in a run with several policies, `update/POLICY/KEY`.
+
+    >>> update_metrics({"writer": {"loss": 0.5}}, several=True)
+    {'update/writer/loss': 0.5}
+    """
+    return {
+        f"update/{policy}/{key}" if several else f"update/{key}": value
+        for policy, metrics in by_policy.items()
+        for key, value in metrics.items()
+    }
+
+
+def count_metrics(name: str, kinds: Iterable[str | None]) -> dict[str, float]:
+    """How often there is each kind, by `NAME/KIND`; None is not counted.
+
+    >>> count_metrics("dropped", ["stale", None, "stale"])
+    {'dropped/stale': 2.0}
+    """
+    return {f"{name}/{kind}": float(count) for kind, count in Counter(filter(None, kinds)).items()}
+
+
+def proof_metrics(episodes: Iterable[Episode], records: Iterable[TrainingRecord]) -> dict[str, float]:
+    """The trained tokens by what is proved of them: `proved/exact`, and others by what is missing."""
+    transitions = {transition.key: transition for episode in episodes for transition in episode.transitions}
+    proofs: Counter[Proof] = Counter()
+    for record in records:
+        if record.dropped is None and (certificate := certify(transitions[record.key], record)) is not None:
+            proofs += certificate.counts
+    return {f"proved/{proof}": float(count) for proof, count in proofs.items()}
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean; NaN without values."""
+    listed = list(values)
+    return math.fsum(listed) / len(listed) if listed else math.nan

@@ -1,4 +1,4 @@
-"""The alarms on the rollouts of a step, when training stops because of them, and the alarm when nothing goes on."""
+"""Looks at a run: the alarms on the numbers of its steps, on their rollouts, and on how long it waits for what."""
 
 from __future__ import annotations
 
@@ -7,62 +7,32 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeVar
 
 from agl_core.config.load import LoadedConfig
-from agl_core.errors import TrainingError
+from agl_core.health.table import REMEDIES, SHORTEST_STALL, Alarm, AlarmName, Numbers
 from agl_core.kinds import Capability
 from agl_core.learning.rewards import AGENT_SOURCE, was_rewarded
 from agl_core.learning.tool_results import CONTRADICTED, has_failed, tool_calls_of
 from agl_core.learning.transitions import message_text
 from agl_core.store.interface import Store
-from agl_core.training.alarms import Alarm
-from agl_core.training.metrics import LOSS, counts, of_update
-from agl_core.types import AttemptKey, DropReason, Ending, Episode, Rollout, Source, ToolResult
+from agl_core.types import AttemptKey, Ending, Episode, Rollout, Source, ToolResult
 from agl_core.wire import Activity, RunningAttempt
 
-if TYPE_CHECKING:
-    from agl_core.training.rollouts import Drawn
-
 logger = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
-Check: TypeAlias = Callable[[Sequence[Episode]], str | None]
-"""An alarm on the new rollouts of a step; `alarms` says what an alarm is."""
 
-REMEDIES: Mapping[str, str] = {
-    Ending.CRASHED: "Fix what the agent raises. If a reply of the model makes it raise (it calls a tool that does not "
-    "exist, say), the agent is not broken: let it catch that error and return.",
-    Ending.TIMED_OUT: "Raise workers.timeout, or have the agent stop earlier.",
-    Ending.CONTEXT_OVERFLOW: "Shorten what the agent asks, or train a model with a longer context.",
-    Ending.NO_CALL: "Send the calls of the agent's LLM client through agl: let it read OPENAI_BASE_URL or "
-    "ANTHROPIC_BASE_URL.",
-    Ending.LOST: "See what the workers say, and their memory (workers.memory_mib).",
-    DropReason.NO_TOKEN_IDS: "Serve the policy with agl's own engine, or with one that returns token ids; to train on "
-    "recorded texts, set without_logprobs = true in [tasks.train].",
-    DropReason.NO_LOGPROBS: "Serve the policy with agl's own engine, or with one that returns log-probabilities; to "
-    "train on recorded replies without them, set without_logprobs = true in [tasks.train].",
-    DropReason.INCOMPLETE_IDS: "Upgrade the model server, or serve the policy with agl's own engine.",
-    DropReason.UNTRAINED_AGENT: "Name agents in train.agents that make calls.",
-    DropReason.ABORTED: "See the model server's log: it breaks off what it is asked.",
-    DropReason.UNDELIVERED: "Let the agent wait for its replies, or give its client a longer timeout.",
-    DropReason.PLUGIN: "See which `episode_built` hook takes them out.",
-    DropReason.NON_FINITE: "Look for NaN in the algorithm's advantages and loss, and in recorded log-probabilities.",
-    DropReason.TRUNCATED: "Raise sampling.max_tokens, or set train.truncated to 'keep'.",
-    DropReason.CONSTRAINED: "Let the agent ask in its prompt for the form of replies, or train by the torch engine.",
-    DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",
-}
-"""Advice for each reason that keeps rollouts from being trained on."""
-_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.NO_CONTRAST, DropReason.STALE, DropReason.STALLED})
-"""Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
-SHORTEST, ENGINE_SHORTEST, TIMES = 60.0, 600.0, 3.0
-"""Seconds without an end that are always allowed to rollouts and to the engine; times the longest wait so far."""
+KEPT_FIRST, KEPT = 100, 1000
+"""Steps that alarms look at: so many at the start, and the latest."""
+ENGINE_SHORTEST, TIMES = 600.0, 3.0
+"""Seconds that the engine may always take; a stall takes so many times the longest wait so far."""
 _MAX_REPLY = 500
 """Characters of the reply that an alarm shows."""
 _MAX_NAMED = 3
 """The most rollouts, or tools, that a sentence names."""
+_MAX_STANDSTILLS = 100
 _ENGINE_REMEDY = (
     "See the engine's log in the run's folder, and whether its process was stopped, swaps, or waits for a device. "
     "If it stays so, stop the run (Ctrl-C) and resume it."
@@ -70,27 +40,74 @@ _ENGINE_REMEDY = (
 _PROCESS_REMEDY = (
     "See whether it was stopped, the machine was suspended or swaps, or a reward rule or plugin blocks it."
 )
-_MAX_STANDSTILLS = 100
 
 
-def no_reward(episodes: Sequence[Episode]) -> str | None:
-    """No rule had anything to say of any rollout of a step, and no agent reported a reward. All rollouts count as 0,
-    and nothing can be learned.
+@dataclass
+class Watch:
+    """Looks at each step. An alarm that goes on is raised once.
 
-    Name a rule in [rewards], or have the agent call agl_core.reward(value); what it returns is its result.
+    `settings` are the run's `[alarms]`; `policies` are its policies' names; a resumed run passes the numbers of the
+    steps so far. It looks at the first steps and the last `kept` ones: a run may have very many.
     """
+
+    settings: Mapping[AlarmName, float | Literal[False]] = field(default_factory=dict)
+    policies: Sequence[str] = ("default",)
+    steps: list[Numbers] = field(default_factory=list)
+    kept: int = KEPT
+
+    @property
+    def held(self) -> Numbers:
+        """The alarms that hold after the latest step, as metrics."""
+        return {key: value for step in self.steps[-1:] for key, value in step.items() if key.startswith("alarm/")}
+
+    def wanted(self, alarms: Iterable[Alarm]) -> list[Alarm]:
+        """Those of these alarms that the run has not switched off."""
+        return [alarm for alarm in alarms if self.settings.get(alarm.name) is not False]
+
+    def look(self, numbers: Numbers, others: Iterable[Alarm] = ()) -> list[Alarm]:
+        """The alarms after a step with these numbers that did not hold before it; `others` were raised elsewhere."""
+        before = self.held
+        self.steps.append(numbers)
+        if len(self.steps) > KEPT_FIRST + self.kept:
+            del self.steps[KEPT_FIRST : -self.kept]
+        alarms = self.wanted([*others, *self._on_numbers()])
+        self.steps[-1] = {**numbers, **{f"alarm/{alarm.name}": 1.0 for alarm in alarms}}
+        return [alarm for alarm in alarms if f"alarm/{alarm.name}" not in before]
+
+    def standing(self, limits: Mapping[AlarmName, int]) -> str:
+        """The alarm that held after as many of the last steps as its limit says, in words; empty without one."""
+        for name, limit in limits.items():
+            if len(self.steps) >= limit and all(f"alarm/{name}" in numbers for numbers in self.steps[-limit:]):
+                return f"the alarm {name} has stood for {limit} steps"
+        return ""
+
+    def _on_numbers(self) -> Iterator[Alarm]:
+        """The alarms that hold; those on updates look at each policy, by the steps that updated it."""
+        updates: dict[str, list[Numbers]] = {}
+        for policy in self.policies if len(self.policies) > 1 else ():
+            own = f"update/{policy}/"
+            updates[f"policy {policy}: "] = [
+                {**step, **{f"update/{key.removeprefix(own)}": step[key] for key in of_policy}}
+                for step in self.steps
+                if (of_policy := [key for key in step if key.startswith(own)])
+            ]
+        for name in AlarmName:
+            if name.signal is not None:
+                signal, limit = name.signal, self.settings.get(name) or name.signal.limit
+                by_policy = updates if updates and signal.of_update else {"": self.steps}
+                seen = {policy: signal.check(steps, limit) for policy, steps in by_policy.items()}
+                if any(seen.values()):
+                    yield name.raised("; ".join(f"{policy}{text}" for policy, text in seen.items() if text))
+
+
+def _no_reward(episodes: Sequence[Episode]) -> str | None:
     scored = [episode for episode in episodes if episode.dropped is None]
     if not scored or any(map(was_rewarded, scored)):
         return None
     return f"no rule in [rewards] had anything to say of {len(scored)} rollouts, and no agent reported a reward"
 
 
-def no_result(episodes: Sequence[Episode]) -> str | None:
-    """The result was null in all rollouts of a step, and their rewards are equal. A rule that compares the result with
-    the task's answer gives all of them the same.
-
-    Let the agent's function return its answer, unless its rewards rest on other things.
-    """
+def _no_result(episodes: Sequence[Episode]) -> str | None:
     finished = [episode for episode in episodes if episode.ending is Ending.FINISHED]
     reported = any(reward.source == AGENT_SOURCE for episode in finished for reward in episode.rewards)
     if not finished or reported or any((e.result, e.terminal) != (None, finished[0].terminal) for e in finished):
@@ -98,13 +115,7 @@ def no_result(episodes: Sequence[Episode]) -> str | None:
     return f"the result was null in all {len(finished)} rollouts"
 
 
-def cached_replies(episodes: Sequence[Episode]) -> str | None:
-    """Rollouts made no LLM call where others of their group made some, or went on from a reply that another one got.
-    A cache in the agent's client answers them: they are copies, and teach nothing.
-
-    Switch the cache off (LangChain's set_llm_cache, DSPy's and LiteLLM's cache); if there is none, see what the
-    attempts say (agl show ROLLOUT).
-    """
+def _cached_replies(episodes: Sequence[Episode]) -> str | None:
     groups, cached = defaultdict[str, list[Episode]](list), list[str]()
     for episode in episodes:
         groups[episode.group].append(episode)
@@ -120,14 +131,86 @@ def cached_replies(episodes: Sequence[Episode]) -> str | None:
     return f"{len(cached)} of {len(episodes)} rollouts seem to have got replies from a cache" if cached else None
 
 
-async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
-    """All rollouts of a step, or of an evaluation, failed in one way; or some of the first evaluation. Rollouts that
-    fail teach little or nothing.
+def _asserted_tool_results(episodes: Sequence[Episode]) -> str | None:
+    tool_results = _tool_results(episodes)
+    asserted = Counter(r.source.value for r in tool_results if r.source is not Source.CONVERSATION).most_common()
+    if not asserted:
+        return None
+    sources = ", ".join(f"{source} {count}" for source, count in asserted)
+    return (
+        f"tool results count in the reward, and only the agent's side says what some of the {len(tool_results)} of "
+        f"this step were ({sources})"
+    )
 
-    Fix what the first error says.
+
+def _contradicted_tool_results(episodes: Sequence[Episode]) -> str | None:
+    tool_results = _tool_results(episodes)
+    denied = [result for result in tool_results if result.status_rule == CONTRADICTED and has_failed(result)]
+    if not denied:
+        return None
+    return (
+        f"{len(denied)} of {len(tool_results)} tool results were reported as a success, and the model was shown a "
+        f"failure, which counts (the first: {denied[0].tool} in {denied[0].rollout})"
+    )
+
+
+def _asserted_rewards(episodes: Sequence[Episode]) -> str | None:
+    if all(reward.source != AGENT_SOURCE for episode in episodes for reward in episode.rewards):
+        return None
+    return "the reward is what the agent reports: no rule in [rewards] has a weight"
+
+
+def _tool_results(episodes: Sequence[Episode]) -> list[ToolResult]:
+    return [result for episode in episodes for t in episode.transitions for result in t.tool_results]
+
+
+_ON_ROLLOUTS: Mapping[AlarmName, Callable[[Sequence[Episode]], str | None]] = {
+    AlarmName.NO_REWARD: _no_reward,
+    AlarmName.CONTRADICTED_TOOL_RESULTS: _contradicted_tool_results,
+    AlarmName.NO_RESULT: _no_result,
+    AlarmName.CACHED_REPLIES: _cached_replies,
+    AlarmName.ASSERTED_TOOL_RESULTS: _asserted_tool_results,
+    AlarmName.ASSERTED_REWARDS: _asserted_rewards,
+}
+"""The observation of each alarm in the new rollouts of a step, if there is one."""
+
+
+def alarms_of(loaded: LoadedConfig) -> list[AlarmName]:
+    """The alarms on rollouts that a run with this configuration may raise; none if it does not look at rewards.
+
+    Those on what the agent's side alone says: on tool results, if a rule computes rewards or credit from them; on
+    rewards, if no reward rule has a weight.
     """
+    if not loaded.is_rewarded:
+        return []
+    tables = loaded.config.rewards
+    rules = [chosen for name, chosen in loaded.rewards.items() if tables[name].weight]
+    counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
+    names = [AlarmName.NO_REWARD, AlarmName.CONTRADICTED_TOOL_RESULTS]
+    if loaded.config.agent is not None:
+        names += [AlarmName.NO_RESULT, AlarmName.CACHED_REPLIES]
+    if any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting):
+        names.append(AlarmName.ASSERTED_TOOL_RESULTS)
+    if not any(table.weight and any(mode.trains for mode in table.modes) for table in tables.values()):
+        names.append(AlarmName.ASSERTED_REWARDS)
+    return names
+
+
+def alarms_on(episodes: Sequence[Episode], names: Iterable[AlarmName]) -> list[Alarm]:
+    """Those of these alarms that the rollouts raise."""
+    return [name.raised(seen) for name in names if (seen := _ON_ROLLOUTS[name](episodes)) is not None]
+
+
+def common_failure(episodes: Sequence[Episode]) -> Ending | None:
+    """The ending of all these rollouts, if it is the same and not `finished`."""
+    endings = {episode.ending for episode in episodes}
+    return endings.pop() if len(endings) == 1 and Ending.FINISHED not in endings else None
+
+
+async def alarm_of_failures(store: Store, episodes: Sequence[Episode], *, common: bool = True) -> Alarm | None:
+    """How these rollouts failed, with the first error; None if not all failed in one way (`common`), or none did."""
     failed = [episode for episode in episodes if episode.ending is not Ending.FINISHED]
-    if not failed:
+    if not failed or (common and common_failure(episodes) is None):
         return None
     [(ending, count)] = Counter(episode.ending for episode in failed).most_common(1)
     # An agent that fails before any reply is certainly at fault, so that one is shown first.
@@ -143,150 +226,7 @@ async def failures(store: Store, episodes: Sequence[Episode]) -> Alarm | None:
         remedy = f"{REMEDIES[Ending.NO_CALL]} It called {', '.join(first.bypassed)}."
     elif ending is Ending.CRASHED:
         remedy = f"Fix what the agent raises. If its LLM client reaches no server: {REMEDIES[Ending.NO_CALL]}"
-    return Alarm.of(failures, seen, remedy=remedy, details=details)
-
-
-def asserted_tool_results(episodes: Sequence[Episode]) -> str | None:
-    """Tool results count in reward or credit, and only the agent's side says what some were. Whatever the agent starts
-    can say the same, and so earn rewards that it does not deserve.
-
-    See docs/security.md.
-    """
-    tool_results = _tool_results(episodes)
-    asserted = Counter(
-        result.source.value for result in tool_results if result.source is not Source.CONVERSATION
-    ).most_common()
-    if not asserted:
-        return None
-    sources = ", ".join(f"{source} {count}" for source, count in asserted)
-    return (
-        f"tool results count in the reward, and only the agent's side says what some of the {len(tool_results)} of "
-        f"this step were ({sources})"
-    )
-
-
-def contradicted_tool_results(episodes: Sequence[Episode]) -> str | None:
-    """Tool results of a step were reported as a success, and the model was shown a failure, which counts. Something
-    that the agent starts may be forging reports, or a tool's report is wrong.
-
-    Read these rollouts (agl show ROLLOUT) and see docs/security.md.
-    """
-    tool_results = _tool_results(episodes)
-    denied = [result for result in tool_results if result.status_rule == CONTRADICTED and has_failed(result)]
-    if not denied:
-        return None
-    return (
-        f"{len(denied)} of {len(tool_results)} tool results were reported as a success, and the model was shown a "
-        f"failure, which counts (the first: {denied[0].tool} in {denied[0].rollout})"
-    )
-
-
-def asserted_rewards(episodes: Sequence[Episode]) -> str | None:
-    """No rule in [rewards] has a weight, and the reward is what the agent reports. Whatever the agent starts can say
-    the same, and so earn rewards that it does not deserve.
-
-    See docs/security.md.
-    """
-    if all(reward.source != AGENT_SOURCE for episode in episodes for reward in episode.rewards):
-        return None
-    return "the reward is what the agent reports: no rule in [rewards] has a weight"
-
-
-def checks_in(loaded: LoadedConfig) -> list[Check]:
-    """The alarms on rollouts that a run with this configuration may raise; none if it does not look at rewards.
-
-    Those on what the agent's side alone says: on tool results, if a rule computes rewards or credit from them; on
-    rewards, if no reward rule has a weight.
-    """
-    if not loaded.is_rewarded:
-        return []
-    tables = loaded.config.rewards
-    rules = [chosen for name, chosen in loaded.rewards.items() if tables[name].weight]
-    counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
-    checks: list[Check] = [no_reward, contradicted_tool_results]
-    if loaded.config.agent is not None:
-        checks += [no_result, cached_replies]
-    if any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting):
-        checks.append(asserted_tool_results)
-    if not any(table.weight and any(mode.trains for mode in table.modes) for table in tables.values()):
-        checks.append(asserted_rewards)
-    return checks
-
-
-async def rollout_alarms(checks: Sequence[Check], drawn: Drawn, store: Store) -> list[Alarm]:
-    """The alarms of these checks on the rollouts of a step, and that on their failures."""
-    alarms = [Alarm.of(check, seen) for check in checks if (seen := check(drawn.new)) is not None]
-    if common_failure(drawn.new) and (failure := await failures(store, drawn.new)):
-        alarms.append(failure)
-    return alarms
-
-
-def _tool_results(episodes: Sequence[Episode]) -> list[ToolResult]:
-    return [result for episode in episodes for t in episode.transitions for result in t.tool_results]
-
-
-def common_failure(episodes: Sequence[Episode]) -> Ending | None:
-    """The ending of all these rollouts, if it is the same and not `finished`."""
-    endings = {episode.ending for episode in episodes}
-    return endings.pop() if len(endings) == 1 and Ending.FINISHED not in endings else None
-
-
-def why_nothing(numbers: Mapping[str, float]) -> Mapping[str, int]:
-    """The reasons for which a step with these numbers had nothing to train on, by how often.
-
-    Empty if it had data, or if rollouts finished and some were dropped for a passing reason. `group_too_small` does not
-    count: it follows from others. A loss that is not a number moves no weight, whatever else was dropped.
-    """
-    if any(map(math.isnan, of_update(LOSS, numbers))):
-        return {DropReason.NON_FINITE: 1}
-    if numbers["transitions/kept"]:
-        return {}
-    endings = counts([numbers], "ending/")
-    if endings and Ending.FINISHED not in endings:
-        return endings
-    dropped = counts([numbers], "dropped/") + counts([numbers], "episodes_dropped/")
-    ignored = {DropReason.GROUP_TOO_SMALL, *(_PASSING if DropReason.NON_FINITE in dropped else ())}
-    reasons = {reason: count for reason, count in dropped.items() if reason not in ignored}
-    return {} if reasons.keys() & _PASSING else reasons
-
-
-def check_patience(step: int, steps: Sequence[Mapping[str, float]], patience: int) -> None:
-    """TrainingError if the last `patience` steps had nothing to train on, whatever the reason of each; 0: never."""
-    reasons = [why_nothing(numbers) for numbers in steps[-patience:]]
-    if not patience or len(reasons) < patience or not all(reasons):
-        return
-    most = sum(map(Counter, reasons), Counter[str]()).most_common()
-    which = f"step {step}" if patience == 1 else f"steps {step - patience + 1} to {step}"
-    raise TrainingError(
-        f"There was nothing to train on in {which}: {', '.join(f'{count} {reason}' for reason, count in most)}. "
-        f"{REMEDIES.get(most[0][0], '')} See docs/bad-input.md. The run can be "
-        f"resumed; train.patience = N lets N such steps pass, 0 any number."
-    )
-
-
-def check_serving(step: int, updates: Mapping[str, Mapping[str, float]], limit: float) -> None:
-    """TrainingError if a policy's server is not what is trained: `updates` are the metrics of a step by policy."""
-    for policy, metrics in updates.items():
-        gap = metrics.get("prob_gap_mean", 0.0)
-        if gap <= limit:
-            continue
-        sampled, trained = metrics["prob_sampled_mean"], metrics["prob_trained_mean"]
-        raise TrainingError(
-            f"Serving and training disagree in step {step}. Tokens that the current weights of '{policy}' sampled have "
-            f"a mean probability of {sampled:.3g} where they were sampled, and of {trained:.3g} in training. They "
-            f"differ by {gap:.3g} on average (train.serving_gap is {limit:g}): probably the server has other weights "
-            f"than the trainer, or one of them changes the logits. When the cause is fixed, go on from the last "
-            f"checkpoint (agl train --resume)."
-        )
-
-
-def stall(seconds: float, who_waits: str) -> str:
-    """Nothing finished for three times the longest wait for a rollout so far, at least 60 seconds; or for as many
-    seconds as you set. Training waits, and nothing is learned meanwhile.
-
-    It depends on who waits for whom: ask agl doctor RUN.
-    """
-    return f"nothing has finished for {seconds:.0f} s: {who_waits}"
+    return AlarmName.FAILURES.raised(seen, remedy=remedy, details=details)
 
 
 @dataclass
@@ -305,7 +245,7 @@ class StallWatch:
     """Has the records of these rollouts."""
     say: Callable[[str], None] = logger.warning
     _alarms: list[Alarm] = field(default_factory=list, init=False)
-    _longest: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
+    _longest: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds of the longest wait so far: for a rollout (""), and for what the engine does."""
     _standstills: list[tuple[float, float]] = field(default_factory=list, init=False)
     """From and to, in seconds since 1970."""
@@ -319,8 +259,8 @@ class StallWatch:
         """The result of a rollout's end, or of something that the engine does; alarms while it takes too long."""
         task, started = asyncio.ensure_future(work), time.monotonic()
         failed_before = self.store and self.store.failure
-        least = ENGINE_SHORTEST if engine_does else SHORTEST
-        limit = self.setting or max(least, TIMES * self._longest[engine_does])
+        least = ENGINE_SHORTEST if engine_does else SHORTEST_STALL
+        limit = self.setting or max(least, TIMES * self._longest.get(engine_does, 0.0))
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=None if self.setting is False else limit)
@@ -335,21 +275,20 @@ class StallWatch:
                         unanswered = max((attempt.asking or 0.0 for attempt in activity.attempts), default=0.0)
                         if unanswered >= limit or not activity.serving:
                             self._standstills.append((time.time() - waited, math.inf))
-                    self._raise(stall(waited, seen), remedy)
+                    self._raise(f"nothing has finished for {waited:.0f} s: {seen}", remedy)
                     limit *= 2
             return task.result()
         finally:
             task.cancel()
-            waited = time.monotonic() - started
-            self._longest[engine_does] = max(self._longest[engine_does], waited)
+            self._longest[engine_does] = max(self._longest.get(engine_does, 0.0), time.monotonic() - started)
 
     def _raise(self, seen: str, remedy: str) -> None:
-        self._alarms.append(Alarm.of(stall, seen, remedy=remedy))
+        self._alarms.append(AlarmName.STALL.raised(seen, remedy=remedy))
         self.say(self._alarms[-1].text)
 
     def slept(self, seconds: float) -> None:
         """This process, which looks around all the time, did nothing for so long: it was stopped, or blocked."""
-        if self.setting is not False and seconds >= (self.setting or SHORTEST):
+        if self.setting is not False and seconds >= (self.setting or SHORTEST_STALL):
             self._standstills.append((time.time() - seconds, time.time()))
             self._raise(f"this process got no time for {seconds:.0f} s, and every agent waited for it", _PROCESS_REMEDY)
 

@@ -1,0 +1,376 @@
+"""The table of what can be wrong with a run: each alarm with its signal and threshold, why it matters, what to do.
+
+Messages, docs/health.md, the browser and the commands take their words from here; `agl_core.health.alarms` looks at a
+run. A signal on numbers says nothing as long as steps lack one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean, median
+from typing import TypeAlias
+
+from agl_core.types import DropReason, Ending
+
+Numbers: TypeAlias = Mapping[str, float]
+"""The metrics of one training step (docs/metrics.md)."""
+
+FIRST = 5
+"""The steps at the start of a run that later ones are compared with."""
+SHORTEST_STALL = 60.0
+"""Seconds that may always pass without the end of a rollout."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What an alarm sees in the numbers of the steps."""
+
+    limit: float
+    """The threshold; a run may set its own."""
+    check: Callable[[Sequence[Numbers], float], str | None]
+    """The observation after these steps with this threshold; None if there is nothing to see."""
+    when: str
+    """The same in words; `{}` is the threshold."""
+    of_update: bool = False
+    """True if it looks at updates, of which each policy has its own."""
+
+
+def average(
+    limit: float,
+    words: str,
+    key: str,
+    *,
+    per: Callable[[Numbers], float | None] | None = None,
+    steps: int = 3,
+    rise: float = 0.0,
+    by: Callable[[Sequence[float]], float] = fmean,
+) -> Signal:
+    """A signal on a metric, as a share of what `per` counts: its average over the last steps reaches the threshold.
+
+    It is also `rise` above that of the first steps, if `rise` is given. `{}` in `words` is the average.
+    """
+
+    def number(step: Numbers) -> float | None:
+        if per is None:
+            return step.get(key)
+        total = per(step)
+        return step.get(key, 0.0) / total if total else None
+
+    def check(history: Sequence[Numbers], limit: float) -> str | None:
+        recent = _last([number(step) for step in history[-steps:]], steps)
+        if recent is None or (value := by(recent)) < limit:
+            return None
+        seen = f"{words.format(f'{value:.3g}')} over the last {steps} steps"
+        if not rise:
+            return seen
+        first = _first([number(step) for step in history])
+        return None if first is None or value < first + rise else f"{seen}, and {first:.3g} in the first {FIRST}"
+
+    risen = f", and {rise:g} more than in the first {FIRST} steps" if rise else ""
+    when = f"{words.format('at least {}')}{risen}: {'median' if by is median else 'mean'} of {steps} steps."
+    return Signal(limit, check, f"{when[0].upper()}{when[1:]}", key.startswith("update/"))
+
+
+def _responses(step: Numbers) -> float | None:
+    return step["rollouts"] * step["rollout/turns"] if step.keys() >= {"rollouts", "rollout/turns"} else None
+
+
+def _transitions(step: Numbers) -> float | None:
+    return step["transitions/kept"] + step.get("transitions/dropped", 0.0) if "transitions/kept" in step else None
+
+
+def _reward_collapse(steps: Sequence[Numbers], limit: float) -> str | None:
+    known = [step for step in steps if "reward/mean" in step]
+    if len(known) < 6:
+        return None
+    rewards = [step["reward/mean"] for step in known]
+    variances = [step.get("reward/std", 0.0) ** 2 / max(step.get("rollouts", 1.0), 1.0) for step in known]
+    windows = [fmean(rewards[i : i + 3]) for i in range(len(rewards) - 2)]
+    best, last = max(windows), windows[-1]
+    start = windows.index(best)
+    noise = 4 * math.sqrt(fmean(variances[start : start + 3]) / 3)
+    if best - last < max(limit * (best - min(0.0, *rewards)), noise) or best == last:
+        return None
+    return f"the mean reward fell from {best:.3g} to {last:.3g}, each over 3 steps"
+
+
+def _entropy_collapse(steps: Sequence[Numbers], limit: float) -> str | None:
+    entropies, rewards = ([step.get(key) for step in steps] for key in ("update/entropy", "reward/mean"))
+    before, now, first, last = _first(entropies), _last(entropies, 5), _first(rewards), _last(rewards, 5)
+    if before is None or now is None or fmean(now) >= limit * before:
+        return None
+    if first is None or last is None or fmean(last) > first:
+        return None
+    return f"the entropy fell from {before:.3g} to {fmean(now):.3g} nats per token, and the reward did not rise"
+
+
+def _entropy_explosion(steps: Sequence[Numbers], limit: float) -> str | None:
+    entropies = [step.get("update/entropy") for step in steps]
+    before, now = _first(entropies), _last(entropies, 3)
+    if before is None or now is None or fmean(now) < max(limit * before, 1.0):
+        return None
+    return f"the entropy rose from {before:.3g} to {fmean(now):.3g} nats per token"
+
+
+def _gradient_spike(steps: Sequence[Numbers], limit: float) -> str | None:
+    *earlier, now = [step.get("update/grad_norm") for step in steps] or [None]
+    before = [norm for norm in earlier if norm is not None][-10:]
+    if now is None or len(before) < FIRST or now < max(limit * median(before), 10.0):
+        return None
+    return f"the gradient norm is {now:.3g}; the median of the steps before is {median(before):.3g}"
+
+
+def _last(values: Sequence[float | None], count: int) -> list[float] | None:
+    """The values of the last `count` steps; None unless all of them have one."""
+    known = [value for value in values[-count:] if value is not None]
+    return known if len(known) == count else None
+
+
+def _first(values: Sequence[float | None]) -> float | None:
+    """The mean over the first steps that have a value; None if there are no later ones."""
+    known = [value for value in values if value is not None]
+    return fmean(known[:FIRST]) if len(known) > FIRST else None
+
+
+class AlarmName(StrEnum):
+    """The alarms of a run: the name, when it is raised and why that matters, what to do, and a signal in numbers."""
+
+    why: str
+    remedy: str
+    signal: Signal | None
+    """None if the run itself sees it, and no threshold can be set."""
+
+    def __new__(cls, name: str, why: str, remedy: str, signal: Signal | None = None) -> AlarmName:
+        member = str.__new__(cls, name)
+        member._value_, member.why, member.remedy, member.signal = name, why, remedy, signal
+        return member
+
+    REWARD_COLLAPSE = (
+        "reward_collapse",
+        "The policy forgets what it had learned, and rarely recovers by itself.",
+        "Go on from the best checkpoint (agl train --resume RUN/checkpoints/STEP) with a smaller learning rate, or "
+        "with a KL term (algorithm.grpo.beta).",
+        Signal(
+            0.5,
+            _reward_collapse,
+            "The mean reward of 3 steps is below that of the best 3, of the first 100 and the last 1,000 steps, by {} "
+            "of what the best are above the worst step (or above 0), and by 4 standard errors.",
+        ),
+    )
+    ENTROPY_COLLAPSE = (
+        "entropy_collapse",
+        "The policy became certain without becoming better: it explores no more, and groups have no contrast.",
+        "Lower the learning rate, set a bonus for entropy (algorithm.grpo.entropy) or raise the sampling temperature, "
+        "or go on from an earlier checkpoint.",
+        Signal(
+            0.1,
+            _entropy_collapse,
+            "The entropy of 5 steps is below {} of that of the first 5, and the mean reward is no higher.",
+            of_update=True,
+        ),
+    )
+    ENTROPY_EXPLOSION = (
+        "entropy_explosion",
+        "The policy drifts towards chance; its responses soon are gibberish.",
+        "Lower the learning rate, train fewer epochs on each batch, or go on from an earlier checkpoint.",
+        Signal(
+            3.0,
+            _entropy_explosion,
+            "The entropy of 3 steps is {} times that of the first 5, and above 1.",
+            of_update=True,
+        ),
+    )
+    KL_RUNAWAY = (
+        "kl_runaway",
+        "One update moves the policy far from the one that sampled the data, so that the data no longer fit it.",
+        "Lower the learning rate or the epochs of the algorithm; in asynchronous runs lower async.max_staleness.",
+        average(0.5, "KL(behaviour ‖ current) is {}", "update/kl_behaviour", by=median),
+    )
+    KL_REFERENCE_RUNAWAY = (
+        "kl_reference_runaway",
+        "The policy is far from the initial weights: it loses what these could do, and may exploit the reward.",
+        "Read some rollouts with high rewards. Raise the KL term (algorithm.grpo.beta), or lower the learning rate.",
+        average(3.0, "KL(current ‖ initial weights) is {}", "update/kl_reference", by=median),
+    )
+    NO_CONTRAST = (
+        "no_contrast",
+        "Where all rewards of a group are equal, its advantages are 0: these rollouts teach nothing.",
+        "If the reward is at its best, the run is done. Otherwise choose tasks of medium difficulty, make groups "
+        "larger (train.group_size), or give rewards for parts of the way.",
+        average(0.95, "{} of the groups have equal rewards", "groups/no_contrast", steps=5),
+    )
+    TRUNCATED = (
+        "truncated",
+        "A truncated response has no end: its answer or its tool call is missing, and it is trained on all the same.",
+        "Raise sampling.max_tokens, or reward shorter responses.",
+        average(0.2, "{} of the responses reach the token limit", "length/truncated"),
+    )
+    PARSE_ERRORS = (
+        "parse_errors",
+        "A tool call that does not parse is not run, and the agent goes on without its result.",
+        "Look at some (agl rollouts --verdict unhealthy). Check that the chat template and the model's tool format go "
+        "together; a reward for well-formed calls helps.",
+        average(0.2, "{} of the responses have tool calls that do not parse", "calls/parse_errors", per=_responses),
+    )
+    REPETITION = (
+        "repetition",
+        "Responses that loop are a sign of a policy that is trained too hard, or of a reward for length.",
+        "Lower the learning rate, or go on from an earlier checkpoint; check what the reward says of long responses.",
+        average(0.1, "{} of the responses end in a loop", "responses/repetitive"),
+    )
+    GIBBERISH = (
+        "gibberish",
+        "Responses that are no text show weights that broke, or a server that samples with other weights.",
+        "Check the learning rate and update/logprob_gap_max, and go on from an earlier checkpoint.",
+        average(0.1, "{} of the responses are gibberish", "responses/gibberish"),
+    )
+    TOOL_ERRORS = (
+        "tool_errors",
+        "The agent learns from what failing tools say, and a service behind them may be down.",
+        "Read the errors (agl show ROLLOUT). If a service fails, fix it and go on from the checkpoint before; if the "
+        "policy makes worse calls, reward calls that work.",
+        average(0.3, "{} of the tool calls fail", "tool_results/failed", rise=0.2),
+    )
+    EMPTY_ANSWERS = (
+        "empty_answers",
+        "The policy says nothing: a reward that punishes wrong answers more than none teaches that.",
+        "Compare the reward of empty answers with that of wrong ones, and check the chat template's end token.",
+        average(0.2, "{} of the answers are empty", "answers/empty", rise=0.1),
+    )
+    BROKEN_PREFIXES = (
+        "broken_prefixes",
+        "The policy sees its earlier replies with other tokens than it sampled, and prefixes are computed again.",
+        "Have the agent send its replies back as it got them, without rewriting or trimming; see docs/bad-input.md.",
+        average(0.1, "{} of the responses have a broken prefix before them", "calls/prefix_broken", per=_responses),
+    )
+    STALE = (
+        "stale",
+        "Rollouts are run and then thrown away, because the policy has moved on meanwhile.",
+        "Lower async.in_flight, raise async.max_staleness, or add workers.",
+        average(0.2, "{} of the transitions are too old to be trained on", "dropped/stale", per=_transitions),
+    )
+    GRADIENT_SPIKE = (
+        "gradient_spike",
+        "One batch pulls the weights much harder than others; clipping hides its size, not its direction.",
+        "Look at the rollouts of this step. If spikes come again, lower the learning rate or the gradient's limit.",
+        Signal(
+            10.0,
+            _gradient_spike,
+            "The gradient norm is at least {} times the median of the 10 steps before, and above 10.",
+            of_update=True,
+        ),
+    )
+    LOGPROB_GAP = (
+        "logprob_gap",
+        "The server that samples and the trainer disagree about the same tokens, so that ratios are wrong.",
+        "Check that both have the same weights, dtype and temperature, and switch on truncated importance weights.",
+        average(1.0, "the largest difference of log-probabilities is {} nats", "update/logprob_gap_max", by=median),
+    )
+    NO_REWARD = (
+        "no_reward",
+        "No rule had anything to say of any rollout of a step, and no agent reported a reward. All rollouts count as "
+        "0, and nothing can be learned.",
+        "Name a rule in [rewards], or have the agent call agl_core.reward(value); what it returns is its result.",
+    )
+    NO_RESULT = (
+        "no_result",
+        "The result was null in all rollouts of a step, and their rewards are equal. A rule that compares the result "
+        "with the task's answer gives all of them the same.",
+        "Let the agent's function return its answer, unless its rewards rest on other things.",
+    )
+    CACHED_REPLIES = (
+        "cached_replies",
+        "Rollouts made no LLM call where others of their group made some, or went on from a reply that another one "
+        "got. A cache in the agent's client answers them: they are copies, and teach nothing.",
+        "Switch the cache off (LangChain's set_llm_cache, DSPy's and LiteLLM's cache); if there is none, see what the "
+        "attempts say (agl show ROLLOUT).",
+    )
+    FAILURES = (
+        "failures",
+        "All rollouts of a step, or of an evaluation, failed in one way; or some of the first evaluation. Rollouts "
+        "that fail teach little or nothing.",
+        "Fix what the first error says.",
+    )
+    ASSERTED_TOOL_RESULTS = (
+        "asserted_tool_results",
+        "Tool results count in reward or credit, and only the agent's side says what some were. Whatever the agent "
+        "starts can say the same, and so earn rewards that it does not deserve.",
+        "See docs/security.md.",
+    )
+    CONTRADICTED_TOOL_RESULTS = (
+        "contradicted_tool_results",
+        "Tool results of a step were reported as a success, and the model was shown a failure, which counts. Something "
+        "that the agent starts may be forging reports, or a tool's report is wrong.",
+        "Read these rollouts (agl show ROLLOUT) and see docs/security.md.",
+    )
+    ASSERTED_REWARDS = (
+        "asserted_rewards",
+        "No rule in [rewards] has a weight, and the reward is what the agent reports. Whatever the agent starts can "
+        "say the same, and so earn rewards that it does not deserve.",
+        "See docs/security.md.",
+    )
+    STALL = (
+        "stall",
+        "Training waits, and nothing is learned meanwhile.",
+        "It depends on who waits for whom: ask agl doctor RUN.",
+        Signal(
+            SHORTEST_STALL,
+            lambda steps, limit: None,
+            "Nothing finished for three times the longest wait for a rollout so far, at least {} seconds; or for as "
+            "many seconds as you set.",
+        ),
+    )
+
+    @property
+    def about(self) -> str:
+        """When it is raised, and why that matters."""
+        return f"{self.signal.when.format(f'{self.signal.limit:g}')} {self.why}" if self.signal else self.why
+
+    def raised(self, seen: str, *, remedy: str = "", details: str = "") -> Alarm:
+        """This alarm on what was seen; `remedy` is for a cause that is known more exactly."""
+        return Alarm(self, seen, remedy or self.remedy, details)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An alarm that was raised; `metrics.jsonl` has it in the line of its step."""
+
+    name: AlarmName
+    seen: str
+    """The observation, with its numbers."""
+    remedy: str
+    """Advice to the user."""
+    details: str = ""
+    """More of what was seen, in lines of its own: the first error, for example."""
+
+    @property
+    def text(self) -> str:
+        return " ".join(part for part in (f"alarm {self.name}: {self.seen}.", self.remedy, self.details) if part)
+
+
+REMEDIES: Mapping[str, str] = {
+    Ending.CRASHED: "Fix what the agent raises. If a reply of the model makes it raise (it calls a tool that does not "
+    "exist, say), the agent is not broken: let it catch that error and return.",
+    Ending.TIMED_OUT: "Raise workers.timeout, or have the agent stop earlier.",
+    Ending.CONTEXT_OVERFLOW: "Shorten what the agent asks, or train a model with a longer context.",
+    Ending.NO_CALL: "Send the calls of the agent's LLM client through agl: let it read OPENAI_BASE_URL or "
+    "ANTHROPIC_BASE_URL.",
+    Ending.LOST: "See what the workers say, and their memory (workers.memory_mib).",
+    DropReason.NO_TOKEN_IDS: "Serve the policy with agl's own engine, or with one that returns token ids; to train on "
+    "recorded texts, set without_logprobs = true in [tasks.train].",
+    DropReason.NO_LOGPROBS: "Serve the policy with agl's own engine, or with one that returns log-probabilities; to "
+    "train on recorded replies without them, set without_logprobs = true in [tasks.train].",
+    DropReason.INCOMPLETE_IDS: "Upgrade the model server, or serve the policy with agl's own engine.",
+    DropReason.UNTRAINED_AGENT: "Name agents in train.agents that make calls.",
+    DropReason.ABORTED: "See the model server's log: it breaks off what it is asked.",
+    DropReason.UNDELIVERED: "Let the agent wait for its replies, or give its client a longer timeout.",
+    DropReason.PLUGIN: "See which `episode_built` hook takes them out.",
+    DropReason.NON_FINITE: "Look for NaN in the algorithm's advantages and loss, and in recorded log-probabilities.",
+    DropReason.TRUNCATED: "Raise sampling.max_tokens, or set train.truncated to 'keep'.",
+    DropReason.CONSTRAINED: "Let the agent ask in its prompt for the form of replies, or train by the torch engine.",
+    DropReason.TOO_LONG: "Train a model with a longer context, or have the agent ask less.",
+}
+"""Advice for each reason that keeps rollouts from being trained on."""
