@@ -112,7 +112,7 @@ class DrawContext:
     versions: Mapping[str, int]
     """Those that the update begins with, by policy."""
     max_staleness: int
-    """Episodes older than that would be dropped (`agl_core.learning.batch.without_stale`)."""
+    """Episodes older than that would be dropped (`BatchPlan.drop_reason` in `agl_core.learning.batch`)."""
     min_group_size: int
     """Groups with fewer episodes left would be dropped."""
 

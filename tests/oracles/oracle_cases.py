@@ -16,7 +16,7 @@ from agl_algorithms import plugin
 from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_core import kinds
-from agl_core.learning.batch import normalized
+from agl_core.learning.rewards import normalized
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import Reward

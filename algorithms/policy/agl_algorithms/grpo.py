@@ -12,7 +12,7 @@ token weights w (`agl_algorithms.policy_gradient.token_weights`):
   batch, not in each group.
 - `std_normalization = false`: Dr. GRPO, arXiv 2503.20783, section 3.2.
 - `normalize = "each"`: GDPO, arXiv 2601.05242, section 3: v are sums of rewards that were normalised one by one
-  (`agl_core.learning.batch.normalized`), and A is v whitened over the tokens of the batch.
+  (`agl_core.learning.rewards.normalized`), and A is v whitened over the tokens of the batch.
 - `ratio = "sequence"`: GSPO, arXiv 2507.18071, equations 5 to 7; the sequence is one transition.
 - `importance_cap`, `importance_level`: ρ = min(π_old / π_behaviour, `importance_cap`), otherwise ρ = 1.
 """

@@ -1,6 +1,6 @@
 """Recorded experience and the batch that a run makes of it: ragged, several agents, and rows of every kind left out.
 
-Groups of three rollouts of two to four calls, through agl's own `without_stale` and `make_batches`. Most calls continue
+Groups of three rollouts of two to four calls, through agl's own `make_batches`. Most calls continue
 the conversation of the call before, of any agent; some begin anew. In them are
 
 - an episode with a call that is too many updates old (STALE), which leaves its group;
@@ -17,7 +17,7 @@ from enum import StrEnum
 import numpy as np
 
 from agl_core.builtin.credit import identical, immediate
-from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches, without_stale
+from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.testing import episodes as make
 from agl_core.types import Batch, CreditKind, Episode, Reward
 
@@ -58,12 +58,12 @@ def record(
     random, changed = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     episodes = [_episode(random, changed, rollout, rollouts, vocabulary, others) for rollout in range(rollouts)]
     groups = [episodes[start : start + 3] for start in range(0, rollouts, 3)]
-    if stale:
-        groups = without_stale(groups, {"default": VERSION}, MAX_STALENESS)
     rule = identical if kind is CreditKind.RETURN else immediate
     weights = [WEIGHTS[n % len(WEIGHTS)] for n in range(len(groups))]
     credit = {"default": PolicyCredit(rule.__name__, rule, kind)}
-    return make_batches(groups, BatchPlan(credit, agents), weights=weights).batches["default"]
+    plan = BatchPlan(credit, agents, max_staleness=MAX_STALENESS)
+    versions = {"default": VERSION} if stale else None
+    return make_batches(groups, plan, weights=weights, versions=versions).batches["default"]
 
 
 def _episode(

@@ -26,7 +26,7 @@ from agl_core.health.rollouts import mean
 from agl_core.learning.transitions import message_text
 from agl_core.protocols import RecordedTasks
 from agl_core.training.metrics import Observer
-from agl_core.training.plan import group_of, train_index
+from agl_core.training.rollouts import group_of, train_index
 from agl_core.training.session import Session
 from agl_core.types import Ending, Episode, Rollout, RolloutState, episode_return
 from agl_prompts.config import OptimizeSection, Proposer

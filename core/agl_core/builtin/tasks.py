@@ -25,7 +25,7 @@ from agl_core.config.models import MixtureOptions
 from agl_core.config.resolve import Chosen
 from agl_core.errors import ConfigError, nearest
 from agl_core.protocols import RecordedTasks, TaskSource
-from agl_core.training.plan import train_index
+from agl_core.training.rollouts import train_index
 from agl_core.types import RecordedRollout, Rollout, Task
 from agl_core.types.forms import dump_json, load_json
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import orjson
 
 from agl_core.errors import TrainingError
-from agl_core.health.table import FIRST, REMEDIES, Alarm, AlarmName
+from agl_core.health.table import FIRST, REMEDIES, Alarm, AlarmName, Numbers
 from agl_core.types import DropReason, Ending, Verdict
 
 METRICS_FILE = "metrics.jsonl"
@@ -36,7 +36,7 @@ class MetricsLine:
     step: int
     kind: str
     """`train` or `eval`."""
-    values: Mapping[str, float]
+    values: Numbers
     alarms: Sequence[Alarm] = ()
     """Those that were raised since the line before."""
     stopped: str = ""
@@ -102,7 +102,7 @@ def held_out(lines: Sequence[MetricsLine], what: str = _REWARD) -> dict[str, lis
     return {key.removesuffix(what): series(lines, "eval", key) for key in keys}
 
 
-def counts(steps: Iterable[Mapping[str, float]], prefix: str) -> Counter[str]:
+def counts(steps: Iterable[Numbers], prefix: str) -> Counter[str]:
     """The totals of the keys with this prefix, over all steps."""
     total: Counter[str] = Counter()
     for step in steps:
@@ -110,7 +110,7 @@ def counts(steps: Iterable[Mapping[str, float]], prefix: str) -> Counter[str]:
     return total
 
 
-def of_update(name: str, metrics: Mapping[str, float]) -> list[float]:
+def of_update(name: str, metrics: Numbers) -> list[float]:
     """The values of an update's metric by this name, of each policy."""
     return [value for key, value in metrics.items() if re.fullmatch(rf"update/(.+/)?{name}", key)]
 
@@ -197,7 +197,7 @@ def _result_of(lines: Sequence[MetricsLine]) -> RunVerdict | None:
     return next(learned, changes[0] if changes else RunVerdict("not yet", "one step shows no change"))
 
 
-def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
+def _why_nothing_was_learned(steps: Sequence[Numbers]) -> str:
     if all(f"alarm/{AlarmName.NO_REWARD}" in step for step in steps):
         return f"no rollout got a reward. {AlarmName.NO_REWARD.remedy}"
     dropped = _dropped(steps)
@@ -212,7 +212,7 @@ def _why_nothing_was_learned(steps: Sequence[Mapping[str, float]]) -> str:
     return f"no group had contrast: every advantage was 0. {AlarmName.NO_CONTRAST.remedy}"
 
 
-def _dropped(steps: Sequence[Mapping[str, float]]) -> Counter[str]:
+def _dropped(steps: Sequence[Numbers]) -> Counter[str]:
     """What was dropped in these steps, transitions and whole episodes, by the reason."""
     return counts(steps, "dropped/") + counts(steps, "episodes_dropped/")
 
@@ -225,7 +225,7 @@ class _Sample(NamedTuple):
     variance: float
 
 
-def _sample(lines: Iterable[Mapping[str, float]], prefix: str = "") -> _Sample | None:
+def _sample(lines: Iterable[Numbers], prefix: str = "") -> _Sample | None:
     """The rewards of the rollouts of these lines together; None without any."""
     keys = [f"{prefix}{key}" for key in ("rollouts", "reward/mean", "reward/std")]
     rows = [tuple(line[key] for key in keys) for line in lines if all(key in line for key in keys)]
@@ -242,36 +242,36 @@ def _held_out_change(lines: Sequence[MetricsLine]) -> RunVerdict | None:
     if not evaluations or evaluations[0].step == evaluations[-1].step:
         return None
     name = evaluations[0].headline_set
-    before, after = (_sample([evaluations[i].values], f"{name}/") for i in (0, -1))
-    return _change(f"the held-out reward ({name})", before, after, 2.0)
+    before, after = evaluations[0].values, evaluations[-1].values
+    return _change(f"the held-out reward ({name})", [before], [after], 2.0, f"{name}/")
 
 
-def _training_change(steps: Sequence[Mapping[str, float]]) -> RunVerdict | None:
+def _training_change(steps: Sequence[Numbers]) -> RunVerdict | None:
     """From the first steps to the last ones. Their tasks differ, and rollouts of one task are alike: hence three."""
     count = min(FIRST, len(steps) // 2)
-    return _change("the training reward", _sample(steps[:count]), _sample(steps[-count:] if count else ()), 3.0)
+    return _change("the training reward", steps[:count], steps[len(steps) - count :], 3.0)
 
 
-def _change(name: str, before: _Sample | None, after: _Sample | None, least: float) -> RunVerdict | None:
+def _change(
+    name: str, before: Sequence[Numbers], after: Sequence[Numbers], least: float, prefix: str = ""
+) -> RunVerdict | None:
     """Learned if a reward rose by more than chance; None where its change is not known.
 
     Chance is `least` standard errors of the difference, if all rewards were drawn from one distribution.
     """
-    if before is None or after is None:
+    first, last, both = (_sample(lines, prefix) for lines in (before, after, [*before, *after]))
+    if first is None or last is None or both is None:
         return None
-    count, difference = before.rollouts + after.rollouts, after.mean - before.mean
-    inside = (before.rollouts * before.variance + after.rollouts * after.variance) / count
-    between = before.rollouts * after.rollouts * difference**2 / count**2
-    error = math.sqrt((inside + between) * (1 / before.rollouts + 1 / after.rollouts))
-    values = f"from {before.mean:.3g} to {after.mean:.3g}"
-    if abs(difference) <= least * error:
+    error = math.sqrt(both.variance * (1 / first.rollouts + 1 / last.rollouts))
+    values = f"from {first.mean:.3g} to {last.mean:.3g}"
+    if abs(last.mean - first.mean) <= least * error:
         return RunVerdict("not yet", f"{name} went {values}, which is no more than chance")
-    if difference > 0:
+    if last.mean > first.mean:
         return RunVerdict("learned", f"{name} rose {values}")
     return RunVerdict("not yet", f"{name} fell {values}")
 
 
-def _loss_change(lines: Sequence[MetricsLine], steps: Sequence[Mapping[str, float]]) -> RunVerdict | None:
+def _loss_change(lines: Sequence[MetricsLine], steps: Sequence[Numbers]) -> RunVerdict | None:
     """From the first evaluation of recorded replies to the last, without them from the first steps to the last ones.
 
     The replies of an evaluation are the same ones, so no change of it is chance.
@@ -291,7 +291,7 @@ def _loss_change(lines: Sequence[MetricsLine], steps: Sequence[Mapping[str, floa
     return RunVerdict("learned" if after < before else "not yet", why)
 
 
-def _pairs_won(steps: Sequence[Mapping[str, float]]) -> RunVerdict | None:
+def _pairs_won(steps: Sequence[Numbers]) -> RunVerdict | None:
     """Whether the better one of a pair gained more than the other by training, beyond chance; None without pairs."""
     last = steps[-min(FIRST, -(-len(steps) // 2)) :]
     pairs = math.fsum(math.fsum(of_update("pairs", step)) for step in last)
@@ -304,7 +304,7 @@ def _pairs_won(steps: Sequence[Mapping[str, float]]) -> RunVerdict | None:
     return RunVerdict("not yet", f"{text}; half of them would be chance")
 
 
-def why_nothing(numbers: Mapping[str, float]) -> Mapping[str, int]:
+def why_nothing(numbers: Numbers) -> Mapping[str, int]:
     """The reasons for which a step with these numbers had nothing to train on, by how often.
 
     Empty if it had data, or if rollouts finished and some were dropped for a passing reason. `group_too_small` does not
@@ -322,7 +322,7 @@ def why_nothing(numbers: Mapping[str, float]) -> Mapping[str, int]:
     return {} if reasons.keys() & _PASSING else reasons
 
 
-def check_patience(step: int, steps: Sequence[Mapping[str, float]], patience: int) -> None:
+def check_patience(step: int, steps: Sequence[Numbers], patience: int) -> None:
     """TrainingError if the last `patience` steps had nothing to train on, whatever the reason of each; 0: never."""
     reasons = [why_nothing(numbers) for numbers in steps[-patience:]]
     if not patience or len(reasons) < patience or not all(reasons):
@@ -336,7 +336,7 @@ def check_patience(step: int, steps: Sequence[Mapping[str, float]], patience: in
     )
 
 
-def check_serving(step: int, updates: Mapping[str, Mapping[str, float]], limit: float) -> None:
+def check_serving(step: int, updates: Mapping[str, Numbers], limit: float) -> None:
     """TrainingError if a policy's server is not what is trained: `updates` are the metrics of a step by policy."""
     for policy, metrics in updates.items():
         if not (gap := metrics.get("prob_gap_mean", 0.0)) <= limit:

@@ -7,7 +7,7 @@ others go.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
@@ -22,7 +22,7 @@ from agl_core.config.resolve import PolicyPlan
 from agl_core.config.sections import is_among
 from agl_core.errors import PluginError
 from agl_core.kinds import Capability
-from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.learning.rewards import normalized
 from agl_core.protocols import CreditRule
 from agl_core.types import (
     HOUSEKEEPING,
@@ -75,22 +75,6 @@ class PolicyCredit:
         return values
 
 
-def normalized(group: Sequence[Episode], weights: Mapping[str, float]) -> list[Episode]:
-    """The group with the terminal rewards Σ_k w_k · (r_ik − μ_k) / (σ_k + 1e-6) (GDPO, arXiv 2601.05242, section 3).
-
-    r_ik is the reward of rollout i by the name k, and 0 without one; μ_k and σ_k (unbiased) are the group's; w_k is the
-    weight of its rule. What an agent reports counts by the rule that reads it.
-    """
-    totals = np.zeros(len(group))
-    sources = {r.name: r.source for episode in group for r in episode.rewards if r.source != AGENT_SOURCE}
-    for name, source in sources.items():
-        named = ((r.value for r in episode.rewards if r.name == name and r.source == source) for episode in group)
-        values = np.array([next(found, 0.0) for found in named])
-        if not are_equal(values.tolist()):
-            totals += weights.get(source, 1.0) * (values - values.mean()) / (values.std(ddof=1) + 1e-6)
-    return [replace(episode, terminal=total) for episode, total in zip(group, totals.tolist(), strict=True)]
-
-
 NO_CREDIT = PolicyCredit(
     "none", lambda group: [[0.0] * len(episode.transitions) for episode in group], CreditKind.RETURN
 )
@@ -111,21 +95,31 @@ class BatchPlan:
     """True if transitions without log-probabilities are trained on."""
     truncated: Literal["keep", "mask", "drop"] = "keep"
     """As `TrainSection.truncated`."""
+    max_staleness: int = 0
+    """The updates that an episode may be old."""
 
     @classmethod
     def configured(cls, loaded: LoadedConfig, *, without_logprobs: bool) -> BatchPlan:
-        train = loaded.config.train
-        if loaded.imitates:
-            return cls(dict.fromkeys(loaded.policies, NO_CREDIT), train.agents, 1, True, train.truncated)
+        train, imitates = loaded.config.train, loaded.imitates
         weights = {name: section.weight for name, section in loaded.config.rewards.items()}
-        credit = {name: PolicyCredit.planned(plan, weights) for name, plan in loaded.policies.items()}
-        least = min(train.min_group_size, train.group_size)
-        return cls(credit, train.agents, least, without_logprobs, train.truncated)
+        return cls(
+            {name: NO_CREDIT if imitates else PolicyCredit.planned(p, weights) for name, p in loaded.policies.items()},
+            train.agents,
+            1 if imitates else min(train.min_group_size, train.group_size),
+            without_logprobs or imitates,
+            train.truncated,
+            loaded.config.asynchronous.max_staleness,
+        )
 
-    def fault(self, episode: Episode) -> DropReason | None:
-        """Why a whole episode is not trained on, if so."""
+    def drop_reason(self, episode: Episode, versions: Mapping[str, int] | None = None) -> DropReason | None:
+        """Why a whole episode is not trained on, if so; `versions` are the trainer's, by policy.
+
+        Episodes that were opened from outside are never stale: their source says which are too old.
+        """
         if episode.dropped is not None or not episode.transitions:
             return episode.dropped or DropReason.NO_TRANSITION
+        if episode.mode is not Mode.USE and staleness(episode, versions or {}) > self.max_staleness:
+            return DropReason.STALE
         if self.truncated == "drop" and any(self.cuts(transition) for transition in episode.transitions):
             return DropReason.TRUNCATED
         return None
@@ -135,7 +129,7 @@ class BatchPlan:
 
         Rewards of one step are not compared themselves: there the returns have to differ.
         """
-        kept = [episode for episode in group if self.fault(episode) is None]
+        kept = [episode for episode in group if self.drop_reason(episode) is None]
         for policy, credit in self.credit.items():
             if credit.kind is CreditKind.REWARD:
                 values = [episode_return(episode) for episode in kept]
@@ -179,7 +173,12 @@ class CreditedTransition:
 
 
 def make_batches(
-    groups: Sequence[Sequence[Episode]], plan: BatchPlan, *, weights: Sequence[float] = (), step: int = 0
+    groups: Sequence[Sequence[Episode]],
+    plan: BatchPlan,
+    *,
+    weights: Sequence[float] = (),
+    step: int = 0,
+    versions: Mapping[str, int] | None = None,
 ) -> StepBatches:
     """Credit every group and lay its trainable transitions out as batches, one per policy.
 
@@ -188,15 +187,14 @@ def make_batches(
     are used for the policy's own transitions. A rollout of which none can be trained on is still compared with its
     group (`Batch.absent_values_A`). Untrained agents are in no batch. If credit yields rewards of one step,
     the rewards of other calls go to the policy's trained transitions before them (`propagate_rewards`), and so stay in
-    the return. `weights` has the weight of each group in the loss; empty: all 1.
+    the return. `weights` has the weight of each group in the loss; empty: all 1. With the trainer's `versions`,
+    episodes that are too old are dropped.
     """
-    rows: dict[str, list[CreditedTransition]] = {}
-    absent: dict[str, list[tuple[int, float]]] = {}
-    dropped: list[TrainingRecord] = []
-    episodes_dropped: Counter[DropReason] = Counter()
-    rollouts = 0
+    rows = defaultdict[str, list[CreditedTransition]](list)
+    absent = defaultdict[str, list[tuple[int, float]]](list)
+    dropped, episodes_dropped, rollouts = list[TrainingRecord](), Counter[DropReason](), 0
     for group_index, group in enumerate(groups):
-        faults = [plan.fault(episode) for episode in group]
+        faults = [plan.drop_reason(episode, versions) for episode in group]
         if faults.count(None) < plan.min_group_size:
             faults = [fault or DropReason.GROUP_TOO_SMALL for fault in faults]
         for episode, fault in zip(group, faults, strict=True):
@@ -208,38 +206,36 @@ def make_batches(
         policies = dict.fromkeys(t.policy for episode in kept_episodes for t in episode.transitions)
         credited = {policy: plan.credit[policy].values(kept_episodes) for policy in policies}
         for member, episode in enumerate(kept_episodes):
-            trained: dict[str, list[int]] = {}
-            untrainable: dict[str, list[float]] = {}
+            trained, untrainable = defaultdict[str, list[int]](list), defaultdict[str, list[float]](list)
             for i, transition in enumerate(episode.transitions):
                 reason = left_out(transition, plan.agents, without_logprobs=plan.without_logprobs)
                 if plan.cuts(transition):
                     reason = DropReason.TRUNCATED
                 if reason is None:
-                    trained.setdefault(transition.policy, []).append(i)
-                else:
-                    value = credited[transition.policy][member][i]
-                    dropped.append(_dropped(transition, step, value, reason))
-                    if reason is not DropReason.UNTRAINED_AGENT:
-                        untrainable.setdefault(transition.policy, []).append(value)
+                    trained[transition.policy].append(i)
+                    continue
+                value = credited[transition.policy][member][i]
+                dropped.append(_dropped(transition, step, value, reason))
+                if reason is not DropReason.UNTRAINED_AGENT:
+                    untrainable[transition.policy].append(value)
             for policy in untrainable.keys() - trained.keys():
-                absent.setdefault(policy, []).append((group_index, fmean(untrainable[policy])))
+                absent[policy].append((group_index, fmean(untrainable[policy])))
             for policy, kept in trained.items():
                 values = credited[policy][member]
                 if plan.credit[policy].kind is CreditKind.REWARD:
                     values = propagate_rewards([t.turn for t in episode.transitions], values, kept)
                 weight = weights[group_index] if weights else 1.0
-                rows.setdefault(policy, []).extend(
+                rows[policy] += [
                     CreditedTransition(episode.transitions[i], values[i], group_index, rollouts, weight) for i in kept
-                )
+                ]
             rollouts += 1
     batches: dict[str, Batch] = {}
     for policy, of_policy in rows.items():
-        usable = filter_trainable(lay_out(of_policy, plan.credit[policy].kind, step, absent.get(policy, ())))
+        usable = filter_trainable(lay_out(of_policy, plan.credit[policy].kind, step, absent[policy]))
         if len(usable.batch):
             batches[policy] = usable.batch
-        for row, fault in zip(of_policy, usable.dropped, strict=True):
-            if fault is not None:
-                dropped.append(_dropped(row.transition, step, row.value, fault))
+        reasons = zip(of_policy, usable.dropped, strict=True)
+        dropped += [_dropped(row.transition, step, row.value, reason) for row, reason in reasons if reason is not None]
     return StepBatches(batches, tuple(dropped), episodes_dropped)
 
 
@@ -282,7 +278,7 @@ def lay_out(
     responses = [np.asarray(t.response_ids, np.int32) for t in transitions]
     prompt_lengths = np.array([len(p) for p in prompts], np.int64)
     response_lengths = np.array([len(r) for r in responses], np.int64)
-    pairs = list(zip(transitions, responses, strict=True))
+    pairs = [*zip(transitions, responses, strict=True)]
     logprobs = [np.full(len(r), np.nan) if t.logprobs is None else t.logprobs for t, r in pairs]
     masks = [np.ones(len(r), np.bool_) if t.mask is None else t.mask for t, r in pairs]
     return Batch(
@@ -330,11 +326,34 @@ def filter_trainable(
 ) -> Usable:
     """Drop what cannot be trained on; its rewards of one step go to the calls before it.
 
-    Returns need no such way: a rollout that has no transition left is still compared with its group.
-    Without a model's limits, only what no model could be trained on is dropped. `grammars` says whether the engine
-    knows which tokens the grammar of a response allowed.
+    Returns need no such way: a rollout that has no transition left is still compared with its group. Without a model's
+    limits, only what no model could be trained on is dropped. `grammars` says whether the engine knows which tokens the
+    grammar of a response allowed. What is dropped:
+
+    - an empty response, or an empty prompt (nothing predicts the first token): EMPTY_RESPONSE;
+    - no unmasked token: FULLY_MASKED;
+    - longer than the model's context: TOO_LONG;
+    - sampled under a grammar that the engine does not know: CONSTRAINED;
+    - a log-probability of an unmasked token (unless it is not known), credited value, weight or temperature that
+      is not finite, a temperature that logits cannot be divided by, a weight below 0, a token id the model does not
+      have: NON_FINITE.
     """
-    dropped = unusable(batch, context_length=context_length, vocabulary=vocabulary, grammars=grammars)
+    wrong_R = batch.mask_R & ~np.isfinite(batch.behaviour_logprobs_R)
+    wrong_R &= np.repeat(batch.sampled_N, batch.response_lengths_N)
+    unknown_T = (batch.tokens_T < 0) | (batch.tokens_T >= (math.inf if vocabulary is None else vocabulary))
+    reasons = {
+        DropReason.EMPTY_RESPONSE: (batch.response_lengths_N == 0) | (batch.prompt_lengths_N == 0),
+        DropReason.FULLY_MASKED: _counts(batch.mask_R, batch.response_offsets) == 0,
+        DropReason.TOO_LONG: np.diff(batch.offsets) > (math.inf if context_length is None else context_length),
+        DropReason.CONSTRAINED: (batch.grammar_N != None) & (not grammars),  # noqa: E711, by element
+        DropReason.NON_FINITE: (_counts(wrong_R, batch.response_offsets) > 0)
+        | ~np.isfinite(batch.values_N)
+        | ~(np.isfinite(batch.temperature_N) & (batch.temperature_N >= np.finfo(np.float32).tiny))
+        | ~(np.isfinite(batch.weight_N) & (batch.weight_N >= 0))
+        | (_counts(unknown_T, batch.offsets) > 0),
+    }
+    first = np.select([*reasons.values()], [*reasons], default="").tolist()
+    dropped = tuple(DropReason(reason) if reason else None for reason in first)
     places = np.array([i for i, reason in enumerate(dropped) if reason is None], dtype=np.int64)
     if batch.kind is CreditKind.REWARD and len(places) < len(batch):
         # The last call of a long episode may be among those; its reward is a consequence of the calls before it.
@@ -357,53 +376,6 @@ def filter_trainable(
     return Usable(subset(batch, places), places, dropped)
 
 
-def unusable(
-    batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None, grammars: bool = True
-) -> tuple[DropReason | None, ...]:
-    """[N] why each transition cannot be trained on, or None.
-
-    - an empty response, or an empty prompt (nothing predicts the first token): EMPTY_RESPONSE;
-    - no unmasked token: FULLY_MASKED;
-    - longer than the model's context: TOO_LONG;
-    - sampled under a grammar that the engine does not know: CONSTRAINED;
-    - a log-probability of an unmasked token (unless it is not known), credited value, weight or temperature that
-      is not finite, a temperature that logits cannot be divided by, a weight below 0, a token id the model does not
-      have: NON_FINITE.
-    """
-    wrong_R = batch.mask_R & ~np.isfinite(batch.behaviour_logprobs_R)
-    wrong_R &= np.repeat(batch.sampled_N, batch.response_lengths_N)
-    unknown_T = batch.tokens_T < 0
-    if vocabulary is not None:
-        unknown_T |= batch.tokens_T >= vocabulary
-    lengths_N = np.diff(batch.offsets)
-    too_long_N = lengths_N > (lengths_N.max(initial=0) if context_length is None else context_length)
-    broken = (
-        (_counts(wrong_R, batch.response_offsets) > 0)
-        | ~np.isfinite(batch.values_N)
-        | ~(np.isfinite(batch.temperature_N) & (batch.temperature_N >= np.finfo(np.float32).tiny))
-        | ~(np.isfinite(batch.weight_N) & (batch.weight_N >= 0))
-        | (_counts(unknown_T, batch.offsets) > 0)
-    )
-    reasons = np.select(
-        [
-            (batch.response_lengths_N == 0) | (batch.prompt_lengths_N == 0),
-            _counts(batch.mask_R, batch.response_offsets) == 0,
-            too_long_N,
-            (batch.grammar_N != None) & (not grammars),  # noqa: E711, by element
-            broken,
-        ],
-        [
-            DropReason.EMPTY_RESPONSE,
-            DropReason.FULLY_MASKED,
-            DropReason.TOO_LONG,
-            DropReason.CONSTRAINED,
-            DropReason.NON_FINITE,
-        ],
-        default="",
-    )
-    return tuple(DropReason(reason) if reason else None for reason in reasons.tolist())
-
-
 def subset(batch: Batch, chosen: NDArray[np.int64]) -> Batch:
     """The transitions `chosen`, in this order."""
     if len(chosen) == len(batch) and (chosen == np.arange(len(batch))).all():
@@ -411,11 +383,8 @@ def subset(batch: Batch, chosen: NDArray[np.int64]) -> Batch:
     tokens, offsets = _ranges(batch.offsets, chosen)
     responses, response_offsets = _ranges(batch.response_offsets, chosen)
     places = {"_N": chosen, "_T": tokens, "_R": responses}
-    picked = {
-        field.name: getattr(batch, field.name)[places[field.name[-2:]]]
-        for field in fields(batch)
-        if field.name[-2:] in places
-    }
+    names = (field.name for field in fields(batch) if field.name[-2:] in places)
+    picked = {name: getattr(batch, name)[places[name[-2:]]] for name in names}
     keys = tuple(batch.keys[i] for i in chosen)
     return replace(batch, **picked, offsets=offsets, response_offsets=response_offsets, keys=keys)
 
@@ -472,23 +441,3 @@ def staleness(episode: Episode, versions: Mapping[str, int]) -> int:
     """
     ages = (versions.get(t.policy, t.version) - t.version for t in episode.transitions if t.version is not None)
     return max(ages, default=0)
-
-
-def without_stale(
-    groups: Sequence[Sequence[Episode]], versions: Mapping[str, int], max_staleness: int
-) -> list[list[Episode]]:
-    """The groups with every episode older than `max_staleness` marked as dropped; other reasons come first.
-
-    Of rollouts that were opened from outside, their source says which are too old.
-
-    `make_batches` removes marked episodes from their groups and compares those that are left.
-    """
-    return [
-        [
-            replace(episode, dropped=DropReason.STALE)
-            if episode.dropped is None and episode.mode is not Mode.USE and staleness(episode, versions) > max_staleness
-            else episode
-            for episode in group
-        ]
-        for group in groups
-    ]

@@ -19,7 +19,7 @@ import numpy as np
 from agl_core.errors import AglError, own_line
 from agl_core.protocols import GroupRewardRule, RewardRule, RewardValue
 from agl_core.sandbox import SANDBOX_SECONDS, IsolatedRule, SandboxLimitError
-from agl_core.types import DropReason, Ending, Episode, Json, Mode, Reward, TransitionKey
+from agl_core.types import DropReason, Ending, Episode, Json, Mode, Reward, TransitionKey, are_equal
 
 Argument = TypeVar("Argument")
 
@@ -236,6 +236,22 @@ def was_rewarded(episode: Episode) -> bool:
     """True if a rule, or the table of endings, gave it a value."""
     by_rules = any(r.source != AGENT_SOURCE for r in episode.rewards)
     return by_rules or any(r.source != AGENT_SOURCE for t in episode.transitions for r in t.rewards)
+
+
+def normalized(group: Sequence[Episode], weights: Mapping[str, float]) -> list[Episode]:
+    """The group with the terminal rewards Σ_k w_k · (r_ik − μ_k) / (σ_k + 1e-6) (GDPO, arXiv 2601.05242, section 3).
+
+    r_ik is the reward of rollout i by the name k, and 0 without one; μ_k and σ_k (unbiased) are the group's; w_k is the
+    weight of its rule. What an agent reports counts by the rule that reads it.
+    """
+    totals = np.zeros(len(group))
+    sources = {r.name: r.source for episode in group for r in episode.rewards if r.source != AGENT_SOURCE}
+    for name, source in sources.items():
+        named = ((r.value for r in episode.rewards if r.name == name and r.source == source) for episode in group)
+        values = np.array([next(found, 0.0) for found in named])
+        if not are_equal(values.tolist()):
+            totals += weights.get(source, 1.0) * (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+    return [replace(episode, terminal=total) for episode, total in zip(group, totals.tolist(), strict=True)]
 
 
 def _are_finite(values: Iterable[float]) -> bool:

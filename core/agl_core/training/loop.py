@@ -26,16 +26,15 @@ from agl_core.health.rollouts import (
 )
 from agl_core.health.table import Alarm, AlarmName
 from agl_core.health.verdict import LOSS, check_patience, check_serving
-from agl_core.learning.batch import BatchPlan, StepBatches, make_batches, without_stale
+from agl_core.learning.batch import BatchPlan, StepBatches, make_batches
 from agl_core.learning.certificate import recomputed_in
 from agl_core.learning.evaluations import TaskScore
 from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, TaskSource, UpdateResult
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.child import peak_rss_bytes
 from agl_core.training.metrics import Advance, MetricsLog, Observer, evaluation_line, step_line
-from agl_core.training.plan import TrainingPlan, group_of
 from agl_core.training.recorded import HeldOutReplies
-from agl_core.training.rollouts import Collector, Drawn, Experience
+from agl_core.training.rollouts import Collector, Drawn, Experience, TrainingPlan, group_of
 from agl_core.types import DropReason, Episode, Mode, Rollout, TrainingRecord, scored_return
 
 if TYPE_CHECKING:
@@ -87,12 +86,23 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.saved_step = self.state.step
-        tasks = self.session.tasks.get("train")
-        recorded = tasks if isinstance(tasks, RecordedTasks) else None
+        config, session, source = self.loaded.config, self.session, self.session.tasks["train"]
+        recorded = source if isinstance(source, RecordedTasks) else None
         without_logprobs = recorded is not None and (recorded.without_logprobs or self.loaded.trains_on_texts)
         self._is_judged = self.loaded.imitates or (recorded is not None and recorded.has_preferences)
         self._plan = BatchPlan.configured(self.loaded, without_logprobs=without_logprobs)
-        self._experience = self._of_tasks()
+        per_step = self._groups_per_step
+        plan = TrainingPlan(source, session.run, session.restart, config.seed, per_step, config.train.group_size)
+        self._experience = Experience(
+            session.collector,
+            self.buffer,
+            plan,
+            in_flight=config.asynchronous.in_flight or per_step * (config.asynchronous.max_staleness + 1),
+            has_contrast=self._plan.has_contrast,
+            refill=config.train.refill,
+            begun=self.state.groups_begun,
+            unfinished=self.state.groups_unfinished,
+        )
 
     async def train(self) -> None:
         """Train from where `state` is to the last step, or until it is `stopped`.
@@ -145,30 +155,6 @@ class Trainer:
         """The groups of rollouts of `[tasks.train]` that a step draws."""
         return self.loaded.config.train.groups_per_step
 
-    def _of_tasks(self) -> Experience:
-        """Groups of rollouts of `[tasks.train]`."""
-        config, session, source = self.loaded.config, self.session, self.session.tasks["train"]
-        per_step = self._groups_per_step
-        plan = TrainingPlan(
-            source,
-            session.run,
-            session.restart,
-            config.seed,
-            groups_per_step=per_step,
-            group_size=config.train.group_size,
-        )
-        return Experience(
-            session.collector,
-            self.buffer,
-            plan.group,
-            per_update=per_step,
-            in_flight=config.asynchronous.in_flight or per_step * (config.asynchronous.max_staleness + 1),
-            has_contrast=self._plan.has_contrast,
-            refill=config.train.refill,
-            begun=self.state.groups_begun,
-            unfinished=self.state.groups_unfinished,
-        )
-
     async def _draw(self, step: int, advance: Advance) -> Drawn:
         """The groups of a step; waits until there are enough."""
         config = self.loaded.config
@@ -181,10 +167,9 @@ class Trainer:
 
         `before` are the engine's counters when the step `started`.
         """
-        settings, max_staleness = self.loaded.config.train, self.loaded.config.asynchronous.max_staleness
-        ages = staleness_metrics(drawn.episodes, self.session.versions)
-        groups = without_stale(drawn.groups, self.session.versions, max_staleness)
-        batches = make_batches(groups, self._plan, weights=drawn.weights, step=step)
+        settings, versions = self.loaded.config.train, self.session.versions
+        ages = staleness_metrics(drawn.episodes, versions)
+        batches = make_batches(drawn.groups, self._plan, weights=drawn.weights, step=step, versions=versions)
         rolled_out = time.monotonic()
         results = await self._update(step, batches)
         updated = time.monotonic()

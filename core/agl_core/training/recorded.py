@@ -19,7 +19,7 @@ from agl_core.learning.tool_results import messages_of, tools_of
 from agl_core.learning.transitions import build_episode
 from agl_core.protocols import Engine, RecordedTasks
 from agl_core.store.interface import Record, Store
-from agl_core.training.plan import train_index
+from agl_core.training.rollouts import train_index
 from agl_core.types import Batch, Call, Episode, RecordedReply, RecordedRollout, Rollout, RolloutState
 
 

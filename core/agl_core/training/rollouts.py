@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -24,7 +26,7 @@ from agl_core.health.alarms import StallWatch
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, reported, score_all, score_groups
 from agl_core.learning.transitions import build_episode
 from agl_core.plugins import RunHooks
-from agl_core.protocols import Buffer, DrawContext, DrawnGroup
+from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
 from agl_core.store.interface import Store
 from agl_core.training.metrics import Advance
 from agl_core.types import (
@@ -242,8 +244,8 @@ def reward_note(episodes: Iterable[Episode]) -> str:
 
 def _rewards_of_rules(episode: Episode) -> list[Reward]:
     """The rewards that are not stored already, as those are that the agent reported."""
-    terminal = [r for r in episode.rewards if r.source != AGENT_SOURCE]
-    return terminal + [r for t in episode.transitions for r in t.rewards]
+    of_calls = (r for t in episode.transitions for r in t.rewards)
+    return [*(r for r in episode.rewards if r.source != AGENT_SOURCE), *of_calls]
 
 
 @dataclass(frozen=True)
@@ -267,8 +269,50 @@ class Drawn:
         return [episode for group in self.groups for episode in group]
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """The groups of training, by position (0, 1, …): of seed and position alone, so a resumed run repeats them."""
+
+    source: TaskSource
+    run: str
+    restart: int
+    seed: int
+    groups_per_step: int
+    group_size: int
+
+    def group(self, position: int) -> list[Rollout]:
+        """The rollouts of the group, as many as were recorded of a recorded task; for the step that should have it."""
+        step, number = divmod(position, self.groups_per_step)
+        index = train_index(self.source, position, self.seed)
+        size = self.source.members(index) if isinstance(self.source, RecordedTasks) else self.group_size
+        task, name = self.source.task(index), f"s{step + 1}-g{number}"
+        first = Rollout("", self.run, self.restart, name, task, Mode.TRAIN, step + 1, 0, position=position)
+        return group_of(first, size)
+
+
+def train_index(source: TaskSource, position: int, seed: int) -> int:
+    """The task at a position of training: endless sources continue; finite ones are shuffled each epoch."""
+    if source.size is None:
+        return position
+    epoch, index = divmod(position, source.size)
+    return _order(source.size, f"{seed}:{epoch}")[index]
+
+
+@lru_cache(maxsize=2)  # Two epochs meet in a step; to shuffle 100,000 tasks takes as long as a small step.
+def _order(size: int, seed: str) -> Sequence[int]:
+    order = list(range(size))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def group_of(first: Rollout, size: int) -> list[Rollout]:
+    """A group of rollouts that differ in id and member alone."""
+    name = f"{first.group}-r{first.restart}" if first.restart else first.group
+    return [replace(first, id=f"{name}-m{member}", group=name, member=member) for member in range(size)]
+
+
 class Experience:
-    """Keeps groups in flight and draws them for updates. `plan` makes the group at a position (0, 1, …) of training.
+    """Keeps groups of a plan in flight and draws them for updates.
 
     Up to `refill` groups of each update without contrast (`BatchPlan.has_contrast`) are replaced: a fresh group is run
     in the place of each (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2). They are drawn beside the update's
@@ -282,9 +326,8 @@ class Experience:
         self,
         collector: Collector,
         buffer: Buffer,
-        plan: Callable[[int], list[Rollout]],
+        plan: TrainingPlan,
         *,
-        per_update: int,
         in_flight: int,
         has_contrast: Callable[[Sequence[Episode]], bool],
         refill: int = 0,
@@ -292,10 +335,9 @@ class Experience:
         unfinished: Iterable[int] = (),
     ) -> None:
         self._collector, self._buffer, self._plan = collector, buffer, plan
-        self._per_update, self._in_flight = per_update, in_flight
+        self._per_update, self._in_flight = plan.groups_per_step, in_flight
         self._has_contrast, self._refill = has_contrast, refill
-        self.begun = begun
-        self._again = sorted(unfinished)
+        self.begun, self._again = begun, sorted(unfinished)
         self._position: dict[str, int] = {}
         self._running: dict[str, dict[str, Scored | None]] = {}
         """By group: its rollouts in the order of the members, each with its scored episode once it is done."""
@@ -343,7 +385,7 @@ class Experience:
         for _ in range(most - len(self._under_way)):
             position = self._again.pop(0) if self._again else self.begun
             self.begun = max(self.begun, position + 1)
-            group = self._plan(position)
+            group = self._plan.group(position)
             self._position[group[0].group] = position
             self._running[group[0].group] = dict.fromkeys(rollout.id for rollout in group)
             rollouts += group
@@ -405,5 +447,4 @@ class Experience:
     def _share_complete(self) -> float:
         """The share that is done of the groups nearest to completion, as many as an update takes."""
         shares = [sum(map(bool, group.values())) / len(group) for group in self._running.values()]
-        nearest = sorted([1.0] * len(self._buffer.pending) + shares)[-self._per_update :]
-        return sum(nearest) / self._per_update
+        return sum(sorted([1.0] * len(self._buffer.pending) + shares)[-self._per_update :]) / self._per_update

@@ -25,9 +25,8 @@ from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks,
 from agl_core.server import LightningServer
 from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
-from agl_core.training.plan import group_of
 from agl_core.training.recorded import HeldOutReplies, RecordedQueue, Recordings
-from agl_core.training.rollouts import Collector, Queue, scoring_rules
+from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules
 from agl_core.types import Ending, Episode, Mode, Rollout, Run
 from agl_core.wire import SERVER_FILE
 from agl_core.worker.agent import agent_environment, client_variables

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agl_core.builtin.credit import identical
 from agl_core.errors import PluginError
-from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches, subset, unusable
+from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches, subset
 from agl_core.learning.transitions import build_episode, grammar_of
 from agl_core.testing import engines
 from agl_core.testing import episodes as make
@@ -308,12 +308,13 @@ def test_what_cannot_be_trained_on_is_left_out_with_its_reason() -> None:
         None,
         DropReason.EMPTY_RESPONSE,
     )
-    assert unusable(batch, context_length=8, vocabulary=1000) == expected
-    assert unusable(batch, context_length=9, vocabulary=19)[2:5] == (None, DropReason.NON_FINITE, DropReason.NON_FINITE)
+    assert filter_trainable(batch, context_length=8, vocabulary=1000).dropped == expected
+    wider = filter_trainable(batch, context_length=9, vocabulary=19)
+    assert wider.dropped[2:5] == (None, DropReason.NON_FINITE, DropReason.NON_FINITE)
     batch.grammar_N[[2, 4]] = '{"json_object": true}'
-    assert unusable(batch, context_length=8)[2:] == expected[2:]
-    held = unusable(batch, context_length=8, vocabulary=1000, grammars=False)
-    assert held == (*expected[:4], DropReason.CONSTRAINED, expected[5])
+    assert filter_trainable(batch, context_length=8).dropped[2:] == expected[2:]
+    held = filter_trainable(batch, context_length=8, vocabulary=1000, grammars=False)
+    assert held.dropped == (*expected[:4], DropReason.CONSTRAINED, expected[5])
     usable = filter_trainable(batch, context_length=8, vocabulary=1000)
     assert usable.places.tolist() == [4]
     assert usable.dropped == expected
@@ -336,8 +337,8 @@ def test_one_wrong_number_costs_its_transition_alone(field: str, bad: float) -> 
     batch = batch_of((1, 1), (1, 1), (1, 1))
     numbers = getattr(batch, field).copy()
     numbers[3 if field == "tokens_T" else 1] = bad
-    dropped = unusable(replace(batch, **{field: numbers}), context_length=8, vocabulary=1000)
-    assert dropped == (None, DropReason.NON_FINITE, None)
+    usable = filter_trainable(replace(batch, **{field: numbers}), context_length=8, vocabulary=1000)
+    assert usable.dropped == (None, DropReason.NON_FINITE, None)
 
 
 def test_a_subset_keeps_what_belongs_to_its_transitions() -> None:

@@ -19,7 +19,7 @@ from agl_core import kinds
 from agl_core.builtin.buffers import Fifo
 from agl_core.builtin.credit import identical
 from agl_core.errors import PluginError
-from agl_core.learning.batch import BatchPlan, PolicyCredit, StepBatches, make_batches, staleness, without_stale
+from agl_core.learning.batch import BatchPlan, PolicyCredit, StepBatches, make_batches, staleness
 from agl_core.plugins import Plugins
 from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.store.interface import Record
@@ -243,8 +243,10 @@ def test_an_episode_is_as_old_as_its_oldest_transition(versions: Sequence[int | 
 def test_those_left_of_a_group_are_compared_unless_they_are_too_few() -> None:
     def batches(*versions: int) -> StepBatches:
         members = [episode(f"m{i}", (7, version), terminal=float(i), member=i) for i, version in enumerate(versions)]
-        plan = BatchPlan({"default": PolicyCredit("identical", identical, CreditKind.RETURN)}, min_group_size=2)
-        return make_batches(without_stale([members], {"default": 7}, 2), plan)
+        return make_batches([members], plan, versions={"default": 7})
+
+    credit = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
+    plan = BatchPlan(credit, min_group_size=2, max_staleness=2)
 
     prepared = batches(7, 4, 5)
     assert {key.rollout for key in prepared.batches["default"].keys} == {"m0", "m2"}
@@ -252,8 +254,8 @@ def test_those_left_of_a_group_are_compared_unless_they_are_too_few() -> None:
     assert {(record.rollout, record.dropped) for record in prepared.dropped} == {("m1", DropReason.STALE)}
     too_few = batches(7, 4, 4)
     assert (too_few.batches, too_few.episodes_dropped) == ({}, {DropReason.STALE: 2, DropReason.GROUP_TOO_SMALL: 1})
-    group = [episode("m0", (0,), dropped=DropReason.ENDING)]
-    assert without_stale([group], {"default": 9}, 1)[0][0].dropped is DropReason.ENDING, "another reason comes first"
+    ended = episode("m0", (0,), dropped=DropReason.ENDING)
+    assert plan.drop_reason(ended, {"default": 9}) is DropReason.ENDING, "another reason comes first"
 
 
 class Replaying(Fifo):

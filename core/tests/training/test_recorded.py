@@ -24,9 +24,8 @@ from agl_core.learning.rewards import ScoringRule
 from agl_core.protocols import ResponseScores
 from agl_core.testing import episodes as make
 from agl_core.training.metrics import Observer
-from agl_core.training.plan import TrainingPlan
 from agl_core.training.recorded import HeldOutReplies, RecordedQueue, Recordings
-from agl_core.training.rollouts import Collector
+from agl_core.training.rollouts import Collector, TrainingPlan
 from agl_core.training.session import check_agent
 from agl_core.types import (
     Batch,

@@ -24,8 +24,7 @@ from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
 from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
-from agl_core.training.plan import TrainingPlan, train_index
-from agl_core.training.rollouts import Collector
+from agl_core.training.rollouts import Collector, TrainingPlan, train_index
 from agl_core.types import (
     Attempt,
     AttemptKey,
