@@ -340,6 +340,11 @@ class Evaluated:
     episodes: dict[str, Sequence[Episode]] = field(default_factory=dict)
     """By set and mode, as `eval/sampled`."""
 
+    def add(self, where: str, metrics: Mapping[str, float], entry: Mapping[str, Any], started: float) -> None:
+        """Take the numbers of one set and mode, whose evaluation `started` then."""
+        self.metrics |= {f"{where}/{key}": value for key, value in metrics.items()}
+        self.entries.append({**entry, "seconds": time.monotonic() - started})
+
 
 @dataclass(frozen=True)
 class Evaluator:
@@ -396,29 +401,18 @@ class Evaluator:
         with self.observer.phase(f"evaluation {split} {mode}", step) as advance:
             episodes = await self.collector.collect(groups, advance)
         metrics = episode_metrics(episodes)
-        evaluated.metrics |= {f"{name}/{key}": value for key, value in metrics.items()}
         evaluated.episodes[name] = episodes
         for first in range(0, len(episodes), tries):
             rewards = tuple(scored_return(episode) or 0.0 for episode in episodes[first : first + tries])
             evaluated.scores.append(TaskScore(split, mode, episodes[first].task.id, rewards))
-        seconds = time.monotonic() - started
-        evaluated.entries.append(
-            {
-                "step": step,
-                "set": split,
-                "mode": mode,
-                "reward": metrics["reward/mean"],
-                "rollouts": len(episodes),
-                "calls": sum(len({t.key.call for t in episode.transitions}) for episode in episodes),
-                "seconds": seconds,
-            }
-        )
+        calls = sum(len({t.key.call for t in episode.transitions}) for episode in episodes)
+        entry = {"reward": metrics["reward/mean"], "rollouts": len(episodes), "calls": calls}
+        evaluated.add(name, metrics, {"step": step, "set": split, "mode": mode, **entry}, started)
 
     async def _measure(self, evaluated: Evaluated, step: int, replies: HeldOutReplies) -> None:
         started = time.monotonic()
         with self.observer.phase(f"evaluation {replies.name}", step) as advance:
             measured = await replies.measure()
             advance(1.0, f"loss {measured['loss']:.3f}")
-        evaluated.metrics |= {f"{replies.name}/{key}": value for key, value in measured.items()}
-        seconds = time.monotonic() - started
-        evaluated.entries.append({"step": step, "set": replies.name, "mode": LOSS, **measured, "seconds": seconds})
+        entry = {"step": step, "set": replies.name, "mode": LOSS, **measured}
+        evaluated.add(replies.name, measured, entry, started)
