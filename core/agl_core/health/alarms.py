@@ -242,7 +242,6 @@ class StallWatch:
     activity: Callable[[], Activity] | None = None
     """Asks the server for whom or what rollouts wait."""
     store: Store | None = None
-    """Has the records of these rollouts."""
     say: Callable[[str], None] = logger.warning
     _alarms: list[Alarm] = field(default_factory=list, init=False)
     _longest: dict[str, float] = field(default_factory=dict, init=False)

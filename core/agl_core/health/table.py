@@ -342,7 +342,6 @@ class Alarm:
     seen: str
     """The observation, with its numbers."""
     remedy: str
-    """Advice to the user."""
     details: str = ""
     """More of what was seen, in lines of its own: the first error, for example."""
 

@@ -38,7 +38,6 @@ class RunState:
     seconds: float = 0.0
     """Time spent, earlier restarts included."""
     groups_begun: int = 0
-    """Groups of training rollouts."""
     groups_unfinished: list[int] = field(default_factory=list)
     """The positions, from 0, of begun groups that no step trained on: they are begun again."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)

@@ -75,7 +75,6 @@ class Trainer:
     saved_step: int = field(init=False)
     """The step of the latest checkpoint."""
     _latest: Drawn = field(default_factory=lambda: Drawn([]), init=False)
-    """The groups of the latest step."""
     _hook_failures: int = field(default=0, init=False)
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)

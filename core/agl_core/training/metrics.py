@@ -127,7 +127,7 @@ class MetricsLog:
                     f"resume again."
                 ) from line
         kept = [text for _, text, line in parsed if isinstance(line, MetricsLine) and line.step <= step]
-        if len(kept) < len(parsed):
+        if parsed:
             private.replace(self._path, b"".join(text.rstrip(b"\n") + b"\n" for text in kept))
 
     def write(
@@ -203,7 +203,6 @@ class Summary:
     seed: int
     state: RunState
     lines: Sequence[MetricsLine]
-    """The run's metrics."""
     stopped_by: signal.Signals | None
     """The signal that stopped it early: Ctrl-C is SIGINT."""
     checkpoint: Path | None

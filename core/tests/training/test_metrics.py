@@ -231,6 +231,9 @@ def test_resuming_takes_out_later_steps_and_a_line_that_was_cut_off(tmp_path: Pa
         log.forget_after(1)
         assert [line.values["loss"] for line in read_metrics(tmp_path)] == [0.5] * 2
         assert path.read_bytes() == kept, whole[:end]
+    path.write_bytes(whole[:-1])
+    MetricsLog(path, {}, restart=1).forget_after(3)
+    assert path.read_bytes() == whole, "the last line has its end again"
 
     for broken in (b'{"step":1', b"{}", b"[]", b"3", b""):
         content = kept + broken + b"\n" + kept
