@@ -12,9 +12,6 @@ from agl_rewards.judge import JudgeOptions, judge
 from agl_rewards.reasoning import Verified
 from agl_rewards.reasoning import reasoning_gym_tasks as reasoning_gym_tasks
 from agl_rewards.relative import RelativeJudgeOptions, relative_judge
-from agl_rewards.signals import abandoned as abandoned
-from agl_rewards.signals import asked_again as asked_again
-from agl_rewards.signals import tool_failed as tool_failed
 from agl_rewards.sql import sql_match as sql_match
 
 
