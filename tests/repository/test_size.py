@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 47628,
-    "files of the product": 240,
-    "lines of the core": 28471,
-    "lines of the core's largest room": 3869,
-    "lines of all Python": 109100,
+    "lines of the product": 46690,
+    "files of the product": 238,
+    "lines of the core": 28250,
+    "lines of the core's largest room": 2980,
+    "lines of all Python": 108000,
     "files that one call passes": 42,
     "folders that one call passes": 12,
     "settings": 177,
