@@ -241,12 +241,12 @@ async def ended(use: Deployed, name: str) -> Any:
         await asyncio.sleep(0.01)
 
 
+async def failing(*records: Any) -> None:
+    raise StoreError("the disk is full")
+
+
 async def test_a_store_that_fails_costs_no_reply(use: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
     await use.ask("one", "talk")
-
-    async def failing(*records: Any) -> None:
-        raise StoreError("the disk is full")
-
     with monkeypatch.context() as broken:
         broken.setattr(use.store, "put", failing)
         assert (await use.ask("two", "talk")).id
@@ -265,9 +265,6 @@ async def test_a_store_that_fails_costs_no_reply(use: Deployed, monkeypatch: pyt
 
 
 async def test_that_a_session_has_holes_outlives_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def failing(*records: Any) -> None:
-        raise StoreError("the disk is full")
-
     async with deployed(tmp_path) as use:
         await use.ask("one", "talk")
         with monkeypatch.context() as broken:
@@ -279,20 +276,25 @@ async def test_that_a_session_has_holes_outlives_the_server(tmp_path: Path, monk
         assert (await ended(use, "talk")).ending is Ending.LOST
 
 
-async def test_a_store_that_hangs_holds_no_reply_up_for_long(use: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+def hanging(use: Deployed, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Nothing is written before this is set, and patience is short."""
     monkeypatch.setattr(of_session, "_PATIENCE", 0.05)
-    monkeypatch.setattr(of_session, "_MAX_WAITING", 2)
     released, put = asyncio.Event(), use.store.put
 
-    async def hanging(*records: Any) -> None:
+    async def late(*records: Any) -> None:
         await released.wait()
         await put(*records)
 
-    with monkeypatch.context() as slow:
-        slow.setattr(use.store, "put", hanging)
-        for number in range(4):
-            async with asyncio.timeout(20):
-                assert (await use.ask("hello", f"talk-{number}")).id
+    monkeypatch.setattr(use.store, "put", late)
+    return released
+
+
+async def test_a_store_that_hangs_holds_no_reply_up_for_long(use: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_session, "_MAX_WAITING", 2)
+    released = hanging(use, monkeypatch)
+    for number in range(4):
+        async with asyncio.timeout(20):
+            assert (await use.ask("hello", f"talk-{number}")).id
     assert use.counted("unrecorded") == 2, "only so many may wait"
     released.set()
     while len(await use.calls()) < 2:  # noqa: ASYNC110
@@ -303,14 +305,7 @@ async def test_a_store_that_hangs_holds_no_reply_up_for_long(use: Deployed, monk
 async def test_feedback_waits_for_a_call_that_is_still_being_written(
     use: Deployed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(of_session, "_PATIENCE", 0.05)
-    released, put = asyncio.Event(), use.store.put
-
-    async def hanging(*records: Any) -> None:
-        await released.wait()
-        await put(*records)
-
-    monkeypatch.setattr(use.store, "put", hanging)
+    released = hanging(use, monkeypatch)
     reply = await use.ask("hello", "talk")
     feedback = asyncio.create_task(use.say(call=reply.id, rewards={"thumbs": 1}))
     done, _ = await asyncio.wait({feedback}, timeout=0.3)

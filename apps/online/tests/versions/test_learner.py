@@ -62,12 +62,6 @@ async def test_after_the_last_step_sessions_are_answered_and_the_canary_is_decid
         await asyncio.wait({learning})
 
 
-async def test_without_a_canary_what_passes_answers_at_once(tmp_path: Path) -> None:
-    async with world(tmp_path, learn={"canary": {"share": 0.0}}) as w:
-        await w.train(4)
-        assert w.decisions[-2:] == [(4, "passed"), (4, "stable")]
-
-
 @pytest.mark.parametrize("decision", ["candidate", "rejected", "passed", "canary", "rolled_back", "stable"])
 async def test_a_learner_that_is_killed_after_any_decision_goes_on(tmp_path: Path, decision: str) -> None:
     killed = 0
