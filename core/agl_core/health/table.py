@@ -143,7 +143,8 @@ class AlarmName(StrEnum):
     signal: Signal | None
     """None if the run itself sees it, and no threshold can be set."""
 
-    def __new__(cls, name: str, why: str, remedy: str, signal: Signal | None = None) -> AlarmName:
+    # The defaults are for type checkers, which take the look-up `AlarmName(name)` for a call of this.
+    def __new__(cls, name: str, why: str = "", remedy: str = "", signal: Signal | None = None) -> AlarmName:
         member = str.__new__(cls, name)
         member._value_, member.why, member.remedy, member.signal = name, why, remedy, signal
         return member
