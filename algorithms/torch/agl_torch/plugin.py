@@ -63,7 +63,7 @@ class TensorBoardTracker:
 class TorchEngine(ProcessEngine[TorchOptions]):
     """One set of weights that samples and trains, in a process of its own on this machine."""
 
-    module = "agl_torch.process"
+    module = "agl_torch"
     environment: ClassVar[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE"}
     """Threads of torch that wait for each other leave their cores to the agents and the server."""
 

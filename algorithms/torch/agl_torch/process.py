@@ -1,4 +1,4 @@
-"""The engine process: `python -m agl_torch.process`, started by `agl_torch.plugin.TorchEngine`.
+"""What the engine process does (`agl_torch.__main__` starts it).
 
 `Policies` has the weights, trainer and sampler of each policy; `ServedPolicies` is what the run may ask of them.
 """
@@ -282,7 +282,3 @@ def _serve(server: uvicorn.Server, listener: socket.socket, host: Host[TorchOpti
         asyncio.run(server.serve(sockets=[listener]))
     finally:
         host.lost("The engine's HTTP server ended.")
-
-
-if __name__ == "__main__":
-    main()

@@ -250,3 +250,18 @@ def test_the_run_needs_no_torch(tmp_path: Path) -> None:
     (event,) = events.Tensors("reward/mean")
     assert event.step == 3
     assert event.tensor_proto.float_val[0] == 0.5
+
+
+def test_the_process_does_without_torchs_compiler_until_something_compiles() -> None:
+    code = (
+        "import sys\n"
+        "from agl_torch.__main__ import defer_compiler\n"
+        "defer_compiler()\n"
+        "import agl_torch.process, torch\n"
+        "adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])\n"
+        "adam.param_groups[0]['params'][0].grad = torch.ones(2); adam.step()\n"
+        "assert 'torch._dynamo.symbolic_convert' not in sys.modules\n"
+        "assert torch.compile(lambda x: x + 1, backend='eager')(torch.zeros(1)).item() == 1.0\n"
+        "assert 'torch._dynamo.symbolic_convert' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
