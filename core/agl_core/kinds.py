@@ -27,7 +27,7 @@ class Capability(StrEnum):
     TEACHER = "teacher"
     """An engine that computes, or gets, log-probabilities of what a policy sampled under another model."""
     POLICIES = "saved policies"
-    """An engine that serves and merges what was saved, without a run (`agl_core.protocols.Engine.publish`)."""
+    """An engine that serves what was saved, without a run (`agl_core.protocols.Engine.publish`)."""
     RECORDED_TEXTS = "recorded texts"
     """An engine that tokenises recorded replies, trains on them without knowing the log-probabilities that they were
     sampled with, and says how likely they are (`agl_core.protocols.Engine.tokenize` and `logprobs`). An algorithm

@@ -31,8 +31,8 @@ from agl_core.config.sections import OptimizerSection
 from agl_core.learning.transitions import grammar_of
 from agl_core.testing.engines import Row, batch_of, engine_context
 from agl_torch import attention
+from agl_torch.batching import tokens_per_pass
 from agl_torch.loading import LoadedModel
-from agl_torch.memory import tokens_per_pass
 from agl_torch.plugin import TorchEngine, TorchOptions
 from agl_torch.sampler import Sampler
 from agl_torch.trainer import PolicyTrainer

@@ -27,7 +27,7 @@ from transformers.utils.hub import cached_file
 from agl_chat.formats import Message, ToolFormat, Tools
 from agl_chat.parsing import ReplyParser, detect_format, detect_thinking
 from agl_chat.plain_text import PlainText, in_plain_text
-from agl_chat.requests import normalise
+from agl_chat.requests import fold_systems, meaning, normalise, with_short_ids, with_text_arguments
 from agl_core.apis.dialect import wrong
 from agl_core.apis.errors import CONTEXT_OVERFLOW, ApiError
 from agl_core.errors import EngineError
@@ -85,9 +85,9 @@ class ChatText:
         if self._in_plain_text:
             messages, tools = in_plain_text(messages, tools), None
         if self.tool_format and self.tool_format.id_length:
-            messages = [_with_short_ids(message, self.tool_format.id_length) for message in messages]
+            messages = [with_short_ids(message, self.tool_format.id_length) for message in messages]
         if self.kept_systems < 2:
-            messages = _fold_systems(messages, self.kept_systems)
+            messages = fold_systems(messages, self.kept_systems)
         return self._apply(messages, list(tools) if tools else None, prompt, options or {})
 
     def _apply(
@@ -102,7 +102,7 @@ class ChatText:
                 list(messages), tools=tools, add_generation_prompt=prompt, tokenize=False, **options
             )
         except Exception as error:  # A template is a program.
-            if isinstance(error, TypeError) and (texts := _with_text_arguments(messages)) != messages:
+            if isinstance(error, TypeError) and (texts := with_text_arguments(messages)) != messages:
                 return self._apply(texts, tools, prompt, options)
             problem = f"cannot be rendered by the model's chat template: {str(error) or type(error).__name__}"
             raise wrong("messages", problem, code="template_error") from error
@@ -179,52 +179,6 @@ class ChatText:
         return functools.cache(lambda token: str(self._tokenizer.decode([token], skip_special_tokens=False)))
 
 
-def _with_short_ids(message: Message, length: int) -> Message:
-    """A message for templates that refuse longer ids of calls."""
-    calls = [{**call, "id": call["id"][-length:]} if "id" in call else call for call in message.get("tool_calls", ())]
-    changed: Message = {"tool_calls": calls} if calls else {}
-    if "tool_call_id" in message:
-        changed["tool_call_id"] = message["tool_call_id"][-length:]
-    return {**message, **changed}
-
-
-def _fold_systems(messages: Sequence[Message], kept: int) -> list[Message]:
-    """Messages for templates that take no system message but the first, or (`kept` = 0) none at all.
-
-    The text of another one joins the message before it, if that is a user's or the first system message, else the
-    user's after it. Nothing depends on what comes after the next reply, so that prompts go on as they began.
-    """
-    folded: list[Message] = []
-    begun: Message | None = None  # A user's message that has only texts of system messages so far.
-    for message in messages:
-        before, is_extra = (folded[-1] if folded else None), message["role"] == "system" and bool(folded or not kept)
-        if before and (
-            before is begun if message["role"] == "user" else is_extra and before["role"] in ("system", "user")
-        ):
-            folded[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
-            begun = folded[-1] if is_extra and before is begun else None
-        elif is_extra:
-            folded.append(begun := {**message, "role": "user"})
-        else:
-            folded.append(message)
-    return folded
-
-
-def _with_text_arguments(messages: Sequence[Message]) -> Sequence[Message]:
-    """Messages for templates that add the arguments of calls to their own text (DeepSeek V3 and R1)."""
-
-    def write(call: Message) -> Message:
-        function = call["function"]
-        arguments = function["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return {**call, "function": {**function, "arguments": text}}
-
-    changes = [{"tool_calls": [*map(write, message.get("tool_calls", ()))]} for message in messages]
-    return [
-        message | change if change["tool_calls"] else message for message, change in zip(messages, changes, strict=True)
-    ]
-
-
 def tokenized(text: ChatText, reply: RecordedReply) -> TokenizedReply | None:
     """Prompt and response as the chat template writes them.
 
@@ -299,12 +253,6 @@ def load_text(model: str, *, trust_remote_code: bool = False) -> ChatText:
     except OSError:  # Not every model has one.
         generation = None
     return ChatText(tokenizer, end_ids(generation, config, tokenizer))
-
-
-def meaning(message: Message) -> str:
-    """The content of a normalised message, whatever its spacing and call ids: equal for a reply and its echo."""
-    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
-    return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True, ensure_ascii=False)
 
 
 def digests(messages: Sequence[Message]) -> list[bytes]:

@@ -9,6 +9,7 @@ text of the same value; keys that are null. Templates want one way (`normalise`)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -240,3 +241,55 @@ def _tool_call(call: Any, field: str) -> Message:
     if isinstance(call.get("id"), str):
         normal["id"] = call["id"]
     return normal
+
+
+def with_short_ids(message: Message, length: int) -> Message:
+    """A message for templates that refuse longer ids of calls."""
+    calls = [{**call, "id": call["id"][-length:]} if "id" in call else call for call in message.get("tool_calls", ())]
+    changed: Message = {"tool_calls": calls} if calls else {}
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = message["tool_call_id"][-length:]
+    return {**message, **changed}
+
+
+def fold_systems(messages: Sequence[Message], kept: int) -> list[Message]:
+    """Messages for templates that take no system message but the first, or (`kept` = 0) none at all.
+
+    The text of another one joins the message before it, if that is a user's or the first system message, else the
+    user's after it. Nothing depends on what comes after the next reply, so that prompts go on as they began.
+    """
+    folded: list[Message] = []
+    begun: Message | None = None  # A user's message that has only texts of system messages so far.
+    for message in messages:
+        before, is_extra = (folded[-1] if folded else None), message["role"] == "system" and bool(folded or not kept)
+        if before and (
+            before is begun if message["role"] == "user" else is_extra and before["role"] in ("system", "user")
+        ):
+            folded[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+            begun = folded[-1] if is_extra and before is begun else None
+        elif is_extra:
+            folded.append(begun := {**message, "role": "user"})
+        else:
+            folded.append(message)
+    return folded
+
+
+def with_text_arguments(messages: Sequence[Message]) -> Sequence[Message]:
+    """Messages for templates that add the arguments of calls to their own text (DeepSeek V3 and R1)."""
+
+    def write(call: Message) -> Message:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    changes = [{"tool_calls": [*map(write, message.get("tool_calls", ()))]} for message in messages]
+    return [
+        message | change if change["tool_calls"] else message for message, change in zip(messages, changes, strict=True)
+    ]
+
+
+def meaning(message: Message) -> str:
+    """The content of a normalised message, whatever its spacing and call ids: equal for a reply and its echo."""
+    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())]
+    return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True, ensure_ascii=False)

@@ -1,13 +1,21 @@
-"""Tool calls are read as vLLM's parsers read them: `parsers.jsonl` has what those gave (`live_parsers.py` makes it)."""
+"""Tool-call formats; vLLM reads calls alike: `parsers.jsonl` has what its parsers gave (`live_parsers.py` makes it)."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_tokenizers import CHATML, LLAMA
 
-from agl_chat.parsing import FORMATS, THINKING_TAGS, ReplyParser
+from agl_chat.formats import ToolFormat
+from agl_chat.parsing import FORMATS, THINKING_TAGS, ReplyParser, detect_format
+from agl_chat.plain_text import in_plain_text
 
+from .conftest import CALCULATOR
 from .parser_cases import FIXTURE, MALFORMED, PROSE_AFTER, REASONING_PARSERS, THOUGHTS, TOOLS, UNKNOWN, WRITERS, texts
 
 BY_NAME = {tool_format.name: tool_format for tool_format in FORMATS}
@@ -64,3 +72,207 @@ def test_reasoning_is_read_as_vllm_reads_it(name: str, text: str, content_of_vll
     """But for space around it, which vLLM's parsers keep. They take every prompt for one that begins the reasoning."""
     parsed = ReplyParser(tags=THINKING_TAGS[0], is_thinking=True).parse(text)
     assert (parsed.content, parsed.reasoning) == (content_of_vllm.strip(), reasoning_of_vllm.strip())
+
+
+HERMES, XML, LLAMA_JSON, PLAIN = *FORMATS[:2], *FORMATS[-2:]
+names = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
+arguments = st.dictionaries(st.text(max_size=8), st.none() | st.integers() | st.text(max_size=20) | st.lists(st.text()))
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (CHATML, "hermes"),
+        (LLAMA, "llama3_json"),
+        ("{{ messages }}", "plain_text"),
+        ("{{ tools }}<tool_call><function=f><parameter=x>", "qwen3_coder"),
+        ("{{ tools }}<tool_call>f<arg_key>k</arg_key>", "glm45"),
+        ("{{ tools }}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", "deepseek_v31"),
+        ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "deepseek_v3"),
+        ("{{ tools }}[TOOL_CALLS][", "mistral"),
+        ("{{ tools }}[TOOL_CALLS]f[ARGS]{", "mistral_named"),
+        ("{{ tools }}<function_calls>", None),
+    ],
+)
+def test_the_template_tells_the_format(template: str, name: str | None) -> None:
+    tool_format = detect_format(template)
+    assert (tool_format and tool_format.name) == name
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
+def test_hermes_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]]) -> None:
+    written = [json.dumps({"name": name, "arguments": args}) for name, args in calls]
+    written = [body for body in written if "tool_call>" not in body]
+    parsed = HERMES.parse("Let me see.\n" + "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in written))
+    if written:
+        assert parsed.error is None
+        assert parsed.content == "Let me see."
+        assert [{"name": c.name, "arguments": c.arguments} for c in parsed.calls] == [json.loads(b) for b in written]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "error"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}', "not closed"),
+        (HERMES, '{"name": "f", "arguments": {}}</tool_call>', "without"),
+        (HERMES, "<tool_call>{broken</tool_call>", "no JSON"),
+        (HERMES, "<tool_call></tool_call>", "no JSON"),
+        (HERMES, '<tool_call>{"arguments": {}}</tool_call>', "no name"),
+        (HERMES, '<tool_call>{"name": "f"}</tool_call>', "'arguments'"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "'arguments'"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "no JSON"),
+        (HERMES, f"<tool_call>{'[' * 9999}</tool_call>", "no JSON"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}} and more</tool_call>', "unexpected text"),
+        (LLAMA_JSON, '{"name": "f", "parameters": {', "no JSON"),
+        (LLAMA_JSON, "<|python_tag|>f(x=1)", "no JSON"),
+        (LLAMA_JSON, '{"name": "f"}', "'parameters'"),
+        (PLAIN, "Action: f", "no JSON"),
+        (PLAIN, "Action: f {", "no JSON"),
+        (PLAIN, "Action: f [1]", "'arguments'"),
+        (PLAIN, 'Action: {"x": 1}', "a tool's name"),
+        (PLAIN, "Action: f {} and more", "unexpected text"),
+        (PLAIN, "Action: f {}; {}", "more than one"),
+        (
+            XML,
+            "<tool_call>\n<function=f>\n<parameter=x</parameter>\n</function>\n</tool_call>",
+            "among the arguments",
+        ),
+    ],
+)
+def test_a_malformed_call_is_content_with_an_error(tool_format: ToolFormat, text: str, error: str) -> None:
+    parsed = tool_format.parse(text)
+    assert (parsed.content, parsed.calls) == (text, ())
+    assert parsed.error is not None
+    assert error in parsed.error
+
+
+GOOD = {
+    HERMES: '<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>',
+    PLAIN: 'Action: f {"x": "1"}',
+    XML: "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "count"),
+    [
+        (HERMES, "GOOD<tool_call>{</tool_call>", 1),
+        (HERMES, '<tool_call>{"na\nGOOD', 1),
+        (PLAIN, "GOOD\nAction: g", 1),
+        (XML, "GOOD\n<tool_call>\n<function=g>\n<parameter=x>\n1", 1),
+        (XML, "GOOD\n<tool_call>\n<function=g>\n</tool_call>\nGOOD", 2),
+        (XML, "<tool_call>\n<function=g>\n<parameter=x>\n1\n</tool_call>\nGOOD", 1),
+    ],
+)
+def test_good_calls_beside_a_malformed_one_are_kept(tool_format: ToolFormat, text: str, count: int) -> None:
+    parsed = tool_format.parse(text.replace("GOOD", GOOD[tool_format]))
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("f", {"x": "1"})] * count
+    assert parsed.content == text.replace("GOOD", "").strip()
+    assert parsed.error
+    echo = "\n".join([parsed.content, *[GOOD[tool_format]] * count])
+    assert replace(tool_format.parse(echo), error=parsed.error) == parsed
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["a </parameter> b", "</parameter>\n</function>", "x = '<function=g>'", "<tool_call>", "</tool_call>", "\n\n", ""],
+)
+def test_an_xml_argument_may_have_marks_in_it(value: str) -> None:
+    written = GOOD[XML].replace("\n1\n", f"\n{value}\n")
+    for text in (written, written.replace("=x>", "=x"), f"{GOOD[XML]}\n{written}"):
+        parsed = XML.parse(text)
+        assert (parsed.calls[-1].arguments, parsed.error) == ({"x": value}, None)
+
+
+def test_plain_text_is_plain_text() -> None:
+    for tool_format in FORMATS:
+        for text in ("", " 4 < 5 ", '{"answer": 42}', "[1, 2]"):
+            parsed = tool_format.parse(text)
+            assert (parsed.content, parsed.calls, parsed.error) == (text, (), None)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "f", "parameters": {"x": 1}}', ' <|python_tag|>{"name":"f","parameters":{"x":1}}']
+)
+def test_llama_calls(text: str) -> None:
+    (call,) = LLAMA_JSON.parse(text).calls
+    assert (call.name, call.arguments) == ("f", {"x": 1})
+
+
+def test_llama_parallel_calls() -> None:
+    parsed = LLAMA_JSON.parse('{"name": "f", "parameters": {}} ; {"name": "g", "parameters": {"y": "; }"}}')
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("f", {}), ("g", {"y": "; }"})]
+
+
+@given(st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
+def test_plain_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]]) -> None:
+    functions = [{"function": {"name": name, "arguments": args}} for name, args in calls]
+    (written,) = in_plain_text([{"role": "assistant", "content": "Let me see.", "tool_calls": functions}], None)
+    parsed = PLAIN.parse(written["content"])
+    assert (parsed.content, parsed.error) == ("Let me see.", None)
+    assert [(call.name, call.arguments) for call in parsed.calls] == calls
+
+
+def test_tools_in_plain_text_join_the_system_message() -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}, CALCULATOR]
+    question = {"role": "user", "content": "hello"}
+    (alone, user) = in_plain_text([question], tools)
+    assert user == question
+    assert "now()\ncalculator(expression: any)\n" in alone["content"]
+    (joined, _) = in_plain_text([{"role": "system", "content": "Be brief."}, question], tools)
+    assert joined == {"role": "system", "content": f"Be brief.\n\n{alone['content']}"}
+    results = [{"role": "tool", "tool_call_id": name, "content": name} for name in "ab"]
+    assert in_plain_text([question, *results, question], None) == [
+        question,
+        {"role": "user", "content": "Observation: a\nObservation: b"},
+        question,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "rest", "any_rest"),
+    [
+        ("hermes", ' {"x": 1}}</tool_call>', 'g", "arguments": {}}</tool_call>'),
+        ("qwen3_coder", "<parameter=x>\n1\n</parameter></function></tool_call>", "g></function></tool_call>"),
+        ("glm45", "<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>", "g</tool_call>"),
+        ("deepseek_v31", '"x": 1}<｜tool▁call▁end｜>', "g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("deepseek_v3", '"x": 1}\n```<｜tool▁call▁end｜>', "g\n```json\n{}\n```<｜tool▁call▁end｜>"),
+        ("mistral", ' {"x": 1}}]', 'g", "arguments": {}}]'),
+        ("mistral_named", '"x": 1}', "g[CALL_ID]123456789[ARGS]{}"),
+        ("llama3_json", ' {"x": 1}}', 'g", "parameters": {}}'),
+        ("plain_text", '"x": 1}', "g {}"),
+    ],
+)
+def test_a_forced_prefix_is_the_beginning_of_a_call(name: str, rest: str, any_rest: str) -> None:
+    tool_format = next(tool_format for tool_format in FORMATS if tool_format.name == name)
+    properties = {"x": {"type": "integer"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    (call,) = tool_format.parse(f"{tool_format.forced_prefix('f')}{rest}", tools).calls
+    assert (call.name, call.arguments) == ("f", {"x": 1})
+    (call,) = tool_format.parse(f"{tool_format.forced_prefix(None)}{any_rest}", tools).calls
+    assert (call.name, call.arguments) == ("g", {})
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({}, "12", "12"),
+        ({"type": "integer"}, " 12 ", 12),
+        ({"type": ["number", "null"]}, "null", None),
+        ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "[1]", [1]),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "12", "12"),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/Node"}, "3", "3"),
+    ],
+)
+def test_texts_of_arguments_get_the_types_of_the_schema(schema: dict, text: str, value: Any) -> None:
+    definitions = {"Point": {"type": "object"}, "Node": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "object"}]}}
+    parameters = {"properties": {"x": schema}, "$defs": definitions}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    written = f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>"
+    (call,) = FORMATS[1].parse(written, tools).calls
+    assert call.arguments == {"x": value}

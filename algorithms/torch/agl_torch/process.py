@@ -30,9 +30,9 @@ from agl_core.protocols import EngineContext, PolicySpec, Progress, ResponseScor
 from agl_core.server.listening import bind
 from agl_core.training.child import Host, build_algorithm
 from agl_core.types import Batch, RecordedReply, TokenizedReply
+from agl_torch.batching import CACHE, device_memory, tokens_per_pass
 from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
 from agl_torch.loop import EngineLoop
-from agl_torch.memory import CACHE, device_memory, tokens_per_pass
 from agl_torch.plugin import TorchOptions
 from agl_torch.sampler import Sampler
 from agl_torch.teachers import ServedTeacher, load_teacher

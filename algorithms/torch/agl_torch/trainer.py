@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -18,11 +20,55 @@ from agl_core.config.sections import OptimizerSection, usual_learning_rate
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch
-from agl_torch.batching import Limits, MicroBatch, TokenScores, micro_batches, read_values, score
+from agl_torch.batching import Limits, MicroBatch, TokenScores, micro_batches, read_values, recompute_layers, score
 from agl_torch.loading import LoadedModel
-from agl_torch.memory import BACKWARD_COST, Work, passes_of, recompute_layers
 from agl_torch.optimizer import PolicyOptimizer
 from agl_torch.teachers import ServedTeacher
+
+BACKWARD_COST = 2.0
+"""A backward pass takes about as long as two forward passes."""
+
+
+def passes_of(algorithm: Algorithm) -> float:
+    """The cost of an update per token, in forward passes over it."""
+    steps = algorithm.epochs * algorithm.minibatches
+    passes = (1 + BACKWARD_COST) * algorithm.epochs + algorithm.needs_reference + (steps > 1 or algorithm.needs_scores)
+    passes += algorithm.needs_scores and algorithm.teacher is not None
+    if algorithm.needs_critic:
+        passes += 1 + (1 + BACKWARD_COST) * cast(Ppo, algorithm).critic_epochs
+    return passes
+
+
+class Work:
+    """How far an update is, and how long its phases took.
+
+    `total` is the whole update in forward passes over one token.
+    """
+
+    def __init__(self, progress: Progress | None, total: float = 0.0) -> None:
+        self._progress = progress
+        self._total, self._done = total, 0.0
+        self._started = self._lap_started = time.perf_counter()
+        self._seconds = defaultdict[str, float](float)
+
+    def advance(self, tokens: int, cost: float) -> None:
+        """`tokens` went through a pass that costs `cost` times a forward pass."""
+        self._done += tokens * cost
+        if self._progress is not None:
+            self._progress(min(1.0, self._done / self._total))
+
+    def finish(self) -> None:
+        if self._progress is not None:
+            self._progress(1.0)
+
+    def lap(self, phase: str) -> None:
+        """A phase, or another part of it, ended."""
+        now = time.perf_counter()
+        self._seconds[f"seconds_{phase}"] += now - self._lap_started
+        self._lap_started = now
+
+    def seconds(self) -> dict[str, float]:
+        return self._seconds | {"seconds_update": time.perf_counter() - self._started}
 
 
 class PolicyTrainer:

@@ -14,8 +14,8 @@ from agl_chat.backends import Request
 from agl_core.config.sections import LARGEST
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec
+from agl_torch.batching import ACTIVATIONS_ON_CPU, TOKENS_ON_CPU, activation_bytes, recompute_layers, tokens_per_pass
 from agl_torch.loading import LoadedModel
-from agl_torch.memory import ACTIVATIONS_ON_CPU, TOKENS_ON_CPU, activation_bytes, recompute_layers, tokens_per_pass
 from agl_torch.plugin import TorchOptions
 from agl_torch.process import Policies, Policy
 
