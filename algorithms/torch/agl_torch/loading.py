@@ -1,4 +1,4 @@
-"""Loading and saving a policy: any Hugging Face causal LM, its tokenizer, an adapter on the weights it belongs to."""
+"""Loading a policy: any Hugging Face causal LM, its tokenizer, an adapter on the weights it belongs to."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,16 +16,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from agl_algorithms.fingerprints import BASE_FILE, check_targets, fingerprint_of, write_fingerprint
-from agl_chat.conversation import end_ids, keep_tokenizer_settings, load_tokenizer
+from agl_algorithms.fingerprints import BASE_FILE, check_targets, fingerprint_of
+from agl_chat.conversation import end_ids, load_tokenizer
 from agl_core.config.sections import LoraSection
-from agl_core.errors import CheckpointError, EngineError
+from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
 from agl_torch import attention
 from agl_torch.grammars import Grammars
-
-if TYPE_CHECKING:
-    from agl_torch.trainer import PolicyTrainer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
@@ -123,7 +119,7 @@ def _load(spec: PolicySpec, device: torch.device) -> LoadedModel:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise EngineError(
-            f"The model '{spec.model}' cannot be loaded: {_first_line(error)} Give the folder of a causal LM, with "
+            f"The model '{spec.model}' cannot be loaded: {first_line(error)} Give the folder of a causal LM, with "
             f"config.json, the weights (*.safetensors) and tokenizer.json (a relative path starts at the configuration "
             f"file), or a name of the Hugging Face hub, such as 'Qwen/Qwen2.5-0.5B-Instruct', that can be reached."
         ) from error
@@ -151,7 +147,7 @@ def _load(spec: PolicySpec, device: torch.device) -> LoadedModel:
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
 
 
@@ -209,12 +205,12 @@ def _with_saved_adapter(model: Any, adapter: Path, spec: PolicySpec) -> Any:
     from peft import PeftModel
 
     name = spec.name or spec.model
-    _check_base(adapter, model, name)
+    check_base(adapter, model, name)
     try:
         return PeftModel.from_pretrained(model, str(adapter), torch_device=str(model.device))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise EngineError(
-            f"The adapter in {adapter} cannot be put on '{name}': {_first_line(error)} Is the folder whole, and was "
+            f"The adapter in {adapter} cannot be put on '{name}': {first_line(error)} Is the folder whole, and was "
             f"the adapter trained on these weights?"
         ) from error
 
@@ -228,7 +224,7 @@ def fingerprint(model: Any) -> str:
     return fingerprint_of(tensors, tensors.__getitem__)
 
 
-def _check_base(adapter: Path, model: Any, name: str) -> None:
+def check_base(adapter: Path, model: Any, name: str) -> None:
     """EngineError if a saved adapter was trained on other weights than the model's, where anything says on which."""
     try:
         recorded = json.loads((adapter / BASE_FILE).read_text(encoding="utf-8")).get("fingerprint")
@@ -255,49 +251,3 @@ def _context_length(config: Any, tokenizer: Any) -> int:
     if not known:
         raise EngineError("The model does not say how long its context is. Set engine.torch.max_context.")
     return min(known)
-
-
-def save_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> None:
-    """Write a policy to a new folder: its weights as transformers and peft load them, and its trainer."""
-    try:
-        # The embeddings are the base's: to find that out, peft would look for the base, on the hub too.
-        of_adapter = {"save_embedding_layers": False} if loaded.has_adapter else {}
-        loaded.model.save_pretrained(folder / "model", safe_serialization=True, **of_adapter)
-        loaded.tokenizer.save_pretrained(folder / "model")
-        keep_tokenizer_settings(loaded.tokenizer.name_or_path, folder / "model")
-        if loaded.has_adapter:
-            write_fingerprint(folder / "model", fingerprint(loaded.model))
-        torch.save(trainer.state_dict(), folder / "trainer.pt")
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The checkpoint {folder} cannot be written: {error}. Make room or choose a folder that you may write to."
-        ) from error
-
-
-def load_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> None:
-    """Restore what `save_policy` wrote, into the same model object."""
-    try:
-        state = torch.load(folder / "trainer.pt", map_location=loaded.device, weights_only=True)
-        if loaded.has_adapter:
-            _check_base(folder / "model", loaded.model, "the run's model")
-        _load_weights(folder / "model", loaded)
-        trainer.load_state_dict(state)
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The checkpoint {folder} cannot be restored: {_first_line(error)} Resume with the model, dtype and lora "
-            f"settings that it was saved with; if it is damaged, from an earlier one."
-        ) from error
-
-
-def _load_weights(folder: Path, loaded: LoadedModel) -> None:
-    if loaded.has_adapter:
-        from peft import set_peft_model_state_dict
-        from safetensors.torch import load_file
-
-        weights = load_file(folder / "adapter_model.safetensors", device=str(loaded.device))
-        result: Any = set_peft_model_state_dict(loaded.model, weights)
-        if result.unexpected_keys:
-            raise ValueError(f"unknown adapter weights, such as {result.unexpected_keys[0]}.")
-        return
-    saved = type(loaded.model).from_pretrained(folder, dtype=loaded.dtype)
-    loaded.model.load_state_dict(saved.state_dict())

@@ -14,24 +14,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
 import uvicorn
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
+from agl_algorithms.fingerprints import write_fingerprint
 from agl_algorithms.policy_gradient import Algorithm, Teacher
 from agl_chat.api import ModelServer, create_app
-from agl_chat.conversation import ChatText, tokenized
+from agl_chat.conversation import ChatText, keep_tokenizer_settings, tokenized
 from agl_core.config.sections import OptimizerSection
-from agl_core.errors import EngineError, nearest
+from agl_core.errors import CheckpointError, EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, ResponseScores, UpdateResult
 from agl_core.server.listening import bind
 from agl_core.training.child import Host, build_algorithm
 from agl_core.types import Batch, RecordedReply, TokenizedReply
 from agl_torch.batching import CACHE, device_memory, tokens_per_pass
-from agl_torch.loading import Bases, LoadedModel, load_model, load_policy, save_policy
+from agl_torch.loading import Bases, LoadedModel, check_base, fingerprint, first_line, load_model
 from agl_torch.loop import EngineLoop
 from agl_torch.plugin import TorchOptions
 from agl_torch.sampler import Sampler
@@ -158,6 +161,52 @@ class Policies:
             yield
         finally:
             torch.set_num_threads(self._sampling_threads)
+
+
+def save_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> None:
+    """Write a policy to a new folder: its weights as transformers and peft load them, and its trainer."""
+    try:
+        # The embeddings are the base's: to find that out, peft would look for the base, on the hub too.
+        of_adapter = {"save_embedding_layers": False} if loaded.has_adapter else {}
+        loaded.model.save_pretrained(folder / "model", safe_serialization=True, **of_adapter)
+        loaded.tokenizer.save_pretrained(folder / "model")
+        keep_tokenizer_settings(loaded.tokenizer.name_or_path, folder / "model")
+        if loaded.has_adapter:
+            write_fingerprint(folder / "model", fingerprint(loaded.model))
+        torch.save(trainer.state_dict(), folder / "trainer.pt")
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"The checkpoint {folder} cannot be written: {error}. Make room or choose a folder that you may write to."
+        ) from error
+
+
+def load_policy(folder: Path, loaded: LoadedModel, trainer: PolicyTrainer) -> None:
+    """Restore what `save_policy` wrote, into the same model object."""
+    try:
+        state = torch.load(folder / "trainer.pt", map_location=loaded.device, weights_only=True)
+        if loaded.has_adapter:
+            check_base(folder / "model", loaded.model, "the run's model")
+        _load_weights(folder / "model", loaded)
+        trainer.load_state_dict(state)
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise CheckpointError(
+            f"The checkpoint {folder} cannot be restored: {first_line(error)} Resume with the model, dtype and lora "
+            f"settings that it was saved with; if it is damaged, from an earlier one."
+        ) from error
+
+
+def _load_weights(folder: Path, loaded: LoadedModel) -> None:
+    if loaded.has_adapter:
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        weights = load_file(folder / "adapter_model.safetensors", device=str(loaded.device))
+        result: Any = set_peft_model_state_dict(loaded.model, weights)
+        if result.unexpected_keys:
+            raise ValueError(f"unknown adapter weights, such as {result.unexpected_keys[0]}.")
+        return
+    saved = type(loaded.model).from_pretrained(folder, dtype=loaded.dtype)
+    loaded.model.load_state_dict(saved.state_dict())
 
 
 def choose_device(wanted: str) -> torch.device:

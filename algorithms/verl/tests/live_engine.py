@@ -27,7 +27,8 @@ from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, engine_context
 from agl_core.types import PrefixBreak
-from agl_torch.loading import LoadedModel, load_model, save_policy
+from agl_torch.loading import LoadedModel, load_model
+from agl_torch.process import save_policy
 from agl_torch.trainer import PolicyTrainer
 from agl_verl.config import ChosenAlgorithm
 from agl_verl.plugin import VerlEngine, VerlOptions
