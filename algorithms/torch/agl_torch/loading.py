@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -96,6 +97,7 @@ def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases |
     """
     if spec.adapter is None and spec.lora is None:
         return _load(spec, device)
+    importlib.import_module("torch.distributed.tensor")  # peft names it, and takes it for imported.
     base = (bases or Bases()).get(spec, device)
     if spec.adapter is not None:
         adapted = _with_saved_adapter(base.model, Path(spec.adapter), spec)
