@@ -90,32 +90,12 @@ class _Handler(BaseCallbackHandler):
             run.scope = enter_identity(who, variables=variables, attempt=run.attempt)
 
     @guarded
-    def on_chain_end(self, outputs: Any, **event: Any) -> None:
-        run = self._end(event)
-        if run:
-            self._finish(run, result=outputs)
-
-    @guarded
     def on_chat_model_start(self, serialized: Any, messages: list[list[BaseMessage]], **event: Any) -> None:
         self._start_call(event, messages[0])
 
     @guarded
     def on_llm_start(self, serialized: Any, prompts: list[str], **event: Any) -> None:
         self._start_call(event, prompts[0])
-
-    @guarded
-    def on_llm_end(self, response: LLMResult, **event: Any) -> None:
-        run = self._end(event)
-        if run:
-            self._finish(run, result=[reply.text for replies in response.generations for reply in replies])
-
-    @guarded
-    def on_llm_error(self, error: BaseException, **event: Any) -> None:
-        run = self._end(event)
-        if run:
-            self._finish(run, error=error)
-
-    on_chain_error = on_llm_error
 
     @guarded
     def on_tool_start(self, serialized: Any, input_str: str, **event: Any) -> None:
@@ -126,20 +106,22 @@ class _Handler(BaseCallbackHandler):
             run.arguments = input_str if event.get("inputs") is None else event["inputs"]
 
     @guarded
-    def on_tool_end(self, output: Any, **event: Any) -> None:
-        run = self._end(event)
-        if run:
-            result, decided = _outcome(output, run.tool_call_id)
-            self._tool_result(run, result, decided)
-            self._finish(run, result=result)
+    def on_chain_end(self, outputs: Any, **event: Any) -> None:
+        self._end(event, outputs)
 
     @guarded
-    def on_tool_error(self, error: BaseException, **event: Any) -> None:
-        run = self._end(event)
-        if run:
-            if not _is_control_flow(error):
-                self._tool_result(run, error)
-            self._finish(run, error=error)
+    def on_tool_end(self, output: Any, **event: Any) -> None:
+        self._end(event, output)
+
+    @guarded
+    def on_llm_end(self, response: LLMResult, **event: Any) -> None:
+        self._end(event, [reply.text for replies in response.generations for reply in replies])
+
+    @guarded
+    def on_llm_error(self, error: BaseException, **event: Any) -> None:
+        self._end(event, error=error)
+
+    on_chain_error = on_tool_error = on_llm_error
 
     def _start(self, event: Mapping[str, Any], inputs: Any) -> _Run | None:
         run_id, parent_id = event["run_id"], event.get("parent_run_id")
@@ -188,30 +170,31 @@ class _Handler(BaseCallbackHandler):
             run.scope = enter_identity(run.who, attempt=run.attempt)
             run.agent = run.scope.identity.agent
 
-    def _end(self, event: Mapping[str, Any]) -> _Run | None:
+    def _end(self, event: Mapping[str, Any], result: Any = None, error: BaseException | None = None) -> None:
         with self._lock:
             run = self._runs.pop(event["run_id"], None)
-        if run and run.scope:
+        if run is None:
+            return
+        if run.scope:
             run.scope.close()
-        return run
-
-    def _finish(self, run: _Run, result: Any = None, error: BaseException | None = None) -> None:
+        if run.tool and not (error and _is_control_flow(error)):
+            decided: Decided | None = None
+            if error is None:
+                result, decided = _outcome(result, run.tool_call_id)
+            record_tool_result(
+                run.span,
+                run.tool,
+                result if error is None else error,
+                run.who,
+                decided=decided,
+                tool_call_id=run.tool_call_id,
+                arguments=run.arguments,
+                started=run.started,
+                adapter="langchain",
+                recording=run.attempt.recording,
+            )
         if run.begun:
             run.begun.finish(result, describe_error(error) if error else None)
-
-    def _tool_result(self, run: _Run, result: Any, decided: Decided | None = None) -> None:
-        record_tool_result(
-            run.span,
-            run.tool,
-            result,
-            run.who,
-            decided=decided,
-            tool_call_id=run.tool_call_id,
-            arguments=run.arguments,
-            started=run.started,
-            adapter="langchain",
-            recording=run.attempt.recording,
-        )
 
 
 class AglCallback(_Handler, Alone):
