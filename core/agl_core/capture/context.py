@@ -118,6 +118,7 @@ class AttemptContext:
     """Its model calls, if no server records them."""
 
 
+@dataclass(slots=True, eq=False)
 class IdentityScope:
     """The time in which an identity holds; the innermost open scope counts.
 
@@ -125,26 +126,20 @@ class IdentityScope:
     where the token of a context variable cannot be used.
     """
 
-    __slots__ = ("attempt", "identity", "is_open", "outer", "run", "steps", "variables")
+    identity: Identity
+    outer: IdentityScope | None
+    steps: Steps | None = None
+    """In which each call begins a step; None if the framework itself has a span around each call."""
+    variables: Mapping[str, Json] | None = None
+    """The semantic variables that the framework has; if it has none, those of the scope around this one."""
+    attempt: AttemptContext | None = None
+    """The one that runs inside, if no other does: an adapter has begun it."""
+    run: Any = None
+    """The run of an agent or a tool (`agl_core.capture.marking`) that it is, if it is one."""
+    is_open: bool = field(default=True, init=False)
 
-    def __init__(
-        self,
-        identity: Identity,
-        outer: IdentityScope | None,
-        steps: Steps | None = None,
-        variables: Mapping[str, Json] | None = None,
-        attempt: AttemptContext | None = None,
-        run: Any = None,
-    ) -> None:
-        self.identity, self.outer, self.is_open = identity, outer, True
-        self.variables: Mapping[str, Json] = variables or (outer.variables if outer else {})
-        """The semantic variables that the framework has; if it has none, those of the scope around this one."""
-        self.steps = steps
-        """In which each call begins a step; None if the framework itself has a span around each call."""
-        self.attempt = attempt
-        """The one that runs inside, if no other does: an adapter has begun it."""
-        self.run = run
-        """The run of an agent or a tool (`agl_core.capture.marking`) that it is, if it is one."""
+    def __post_init__(self) -> None:
+        self.variables = self.variables or (self.outer.variables if self.outer else None)
 
     def close(self) -> None:
         """End it in all contexts; closing it again changes nothing."""
@@ -231,7 +226,7 @@ def packed_variables() -> str | None:
     """The variables of this context as a header's value, the longest cut first; None if there are none."""
     scope, limit = current_scope(), _MAX_STATE
     # What the agent itself has set wins over what its framework has.
-    variables = {**(scope.variables if scope else {}), **HERE.get().variables}
+    variables = {**((scope and scope.variables) or {}), **HERE.get().variables}
     if not variables:
         return None
     while limit:
