@@ -121,7 +121,9 @@ class Gateway:
             attempt = await self.attribution.open(request)
             sent = attempt.answered.sent
             raw = await read_body(request, attempt=attempt.key, count_values=sent.count_values)
+            await self._others_first()
             parsed = dialect.parse(raw, attempt.answered)
+            await self._others_first()
             if not parsed.model:
                 served = self.current_destination(attempt).upstream.models
                 parsed = parsed.named(request.path_params.get("deployment"), served)
@@ -254,7 +256,9 @@ class Gateway:
                 if request.stream and served.upstream.streams:
                     body |= {"stream": True, "stream_options": {"include_usage": True}}
                 answer = await served.client.complete(body, attempt.key, streamed="stream" in body)
+                await self._others_first()
                 reply = await live.follow(answer, call, exchange.waiting)
+                await self._others_first()
             finally:
                 attempt.asking.pop(exchange.sequence, None)
                 attempt.last_answer = time.time()
@@ -293,6 +297,14 @@ class Gateway:
             if late and attempt.refuses_late:
                 raise attempt_closed(*attempt.key)
             return reply
+
+    async def _others_first(self) -> None:
+        """Let other calls come as far as this one: what they all do next is faster one after the other.
+
+        Between two different things the code of each has left the processor's cache.
+        """
+        if len(self._in_flight) > 1:
+            await asyncio.sleep(0)
 
     async def _delivered(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
         """Record whether a reply arrived, if that is not what is recorded; its retry may arrive later."""

@@ -26,6 +26,7 @@ Query: TypeAlias = Callable[[sqlite3.Connection], Result]
 Work: TypeAlias = Callable[[sqlite3.Connection], tuple[Result, Rows]]
 """A write that looks first: its result, and the rows to be written. It may be called again if others beside it fail."""
 Batch: TypeAlias = list[tuple[Work[Any], asyncio.Future[Any]]]
+Preparation: TypeAlias = Callable[[], Work[Result]]
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +288,7 @@ class GroupWriter:
         self._opened = {file: _identity(file) for file in (path, log_of(path))}
         self._lost: StoreError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agl-store-writer")
-        self._waiting: Batch = []
+        self._waiting: list[tuple[Preparation[Any], asyncio.Future[Any]]] = []
         self._company = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -297,14 +298,21 @@ class GroupWriter:
 
         Raises StoreError for a record that cannot be stored, else what SQLite raised.
         """
-        rows = encode(records, self._pieces)
-        return await self.write(lambda connection: (True, rows) if may(connection) else (False, {}))
+
+        def prepare() -> Work[bool]:
+            rows = encode(records, self._pieces)
+            return lambda connection: (True, rows) if may(connection) else (False, {})
+
+        return await self._write_later(prepare)
 
     async def write(self, work: Work[Result]) -> Result:
         """The result of `work`, once its rows are committed. It sees what other work of the transaction changed."""
+        return await self._write_later(lambda: work)
+
+    async def _write_later(self, prepare: Preparation[Result]) -> Result:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
-        self._waiting.append((work, done))
+        self._waiting.append((prepare, done))
         if self._idle.is_set():
             self._idle.clear()
             # Not at once: what else is put in this turn of the loop comes along.
@@ -381,7 +389,8 @@ class GroupWriter:
             self._start()
 
     def _start(self) -> None:
-        batch = [(_nothing if done.cancelled() else work, done) for work, done in self._waiting]
+        # All are encoded here, one after the other: the code for it is in the processor's cache then.
+        batch = [(_prepared(prepare, done), done) for prepare, done in self._waiting]
         self._waiting = []
         self._company = _COMPANY if len(batch) > 1 else 0
         pieces, loop = self._pieces.take(), asyncio.get_running_loop()
@@ -444,9 +453,14 @@ class GroupWriter:
             start += count
 
 
-def _nothing(connection: sqlite3.Connection) -> tuple[None, Rows]:
-    """The work of a caller that was cancelled."""
-    return None, {}
+def _prepared(prepare: Preparation[Any], done: asyncio.Future[Any]) -> Work[Any]:
+    """The work of a caller; that of one that was cancelled, or whose records cannot be stored, is nothing."""
+    if not done.cancelled():
+        try:
+            return prepare()
+        except StoreRefusedError as error:
+            done.set_exception(error)
+    return lambda connection: (None, {})
 
 
 def _all_failed(results: list[Any]) -> bool:
