@@ -42,14 +42,12 @@ from agl_core.capture.requests import (
 from agl_core.config.models import PromptSection, SamplingSection
 from agl_core.config.sections import is_among, policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
-from agl_core.learning.transitions import DISTORTING
-from agl_core.protocols import Upstream
 from agl_core.server.endpoint import HttpReply
 from agl_core.server.keys import ActiveAttempt, Attribution
 from agl_core.server.listening import CONNECTION, HttpConnection, read_body
-from agl_core.server.upstream import Destination, Relay
+from agl_core.server.upstream import Destination, Relay, forwarded
 from agl_core.store.interface import Store
-from agl_core.types import Call, Json, Mode, Rollout, Sampling
+from agl_core.types import Call, Mode, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -438,21 +436,3 @@ def call_seed(run_seed: int, rollout: Rollout, attempt: int, sequence: int) -> i
     """
     position = [rollout.mode, rollout.step, rollout.position, rollout.task.id, rollout.member, attempt, sequence]
     return int.from_bytes(blake2b(orjson.dumps([run_seed, *position]), digest_size=8).digest(), "big") >> 1
-
-
-def forwarded(
-    upstream: Upstream, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
-) -> dict[str, Json]:
-    """The chat completion that the upstream gets."""
-    body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
-    if not body.get("tools"):  # None are offered; chat templates may take an empty list for another thing.
-        body.pop("tools", None)
-        if body.get("tool_choice") in ("auto", "none"):
-            del body["tool_choice"]
-    body["model"] = upstream.models[policy]
-    sampling = ((name, getattr(effective, name)) for name in Sampling.__dataclass_fields__)
-    body.update({name: value for name, value in sampling if value is not None})
-    if upstream.returns_ids:
-        body["return_token_ids"] = True
-        body["logprobs"] = True
-    return body

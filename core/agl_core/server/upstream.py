@@ -23,9 +23,10 @@ from agl_core.apis.reply import not_a_completion
 from agl_core.apis.streamed import LAST_EVENT, EventReader
 from agl_core.capture.requests import HEADER_MOVED, HEADER_ROLLOUT
 from agl_core.config.models import PromptSection, SamplingSection
+from agl_core.learning.transitions import DISTORTING
 from agl_core.protocols import Upstream
 from agl_core.server.endpoint import Endpoint, HttpReply
-from agl_core.types import AttemptKey, Json
+from agl_core.types import AttemptKey, Json, Sampling
 from agl_core.types.forms import parse_json
 
 if TYPE_CHECKING:
@@ -245,6 +246,24 @@ class Relay:
         destination, self._destination = self._destination, None
         if destination is not None:
             destination.client.close()
+
+
+def forwarded(
+    upstream: Upstream, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
+) -> dict[str, Json]:
+    """The chat completion that the upstream gets."""
+    body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
+    if not body.get("tools"):  # None are offered; chat templates may take an empty list for another thing.
+        body.pop("tools", None)
+        if body.get("tool_choice") in ("auto", "none"):
+            del body["tool_choice"]
+    body["model"] = upstream.models[policy]
+    sampling = ((name, getattr(effective, name)) for name in Sampling.__dataclass_fields__)
+    body.update({name: value for name, value in sampling if value is not None})
+    if upstream.returns_ids:
+        body["return_token_ids"] = True
+        body["logprobs"] = True
+    return body
 
 
 def _failed(status: int, message: str, code: str) -> ApiError:
