@@ -458,7 +458,7 @@ def _prepared(prepare: Preparation[Any], done: asyncio.Future[Any]) -> Work[Any]
     if not done.cancelled():
         try:
             return prepare()
-        except StoreRefusedError as error:
+        except Exception as error:  # It is the caller's own, and must not stop the others.
             done.set_exception(error)
     return lambda connection: (None, {})
 
