@@ -12,7 +12,7 @@ from typing import Any
 from agl_core.errors import StoreError
 from agl_core.store import tables
 from agl_core.store.codec import Pieces, merge
-from agl_core.store.connections import GroupWriter, Query, Result, Work
+from agl_core.store.connections import GroupWriter, Preparation, Query, Result
 from agl_core.store.interface import Record
 from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout
@@ -75,8 +75,8 @@ class _OnTheLoop(GroupWriter):
 
     between_writes = run
 
-    async def write(self, work: Work[Result]) -> Result:
-        pieces = self._pieces.take()
+    async def _write_later(self, prepare: Preparation[Result]) -> Result:
+        work, pieces = prepare(), self._pieces.take()
         result: Any
         [result] = self._write_each(pieces, [work])
         if isinstance(result, Exception):
