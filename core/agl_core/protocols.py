@@ -14,15 +14,14 @@ from numpy.typing import NDArray
 from agl_core.errors import EngineError
 from agl_core.types import (
     Batch,
+    Call,
     Episode,
     Identity,
     Json,
     Logprobs,
-    RecordedReply,
     RecordedRollout,
     Reward,
     Task,
-    TokenizedReply,
     TransitionKey,
 )
 
@@ -79,8 +78,8 @@ class RecordedTasks(TaskSource, Protocol):
     def members(self, index: int) -> int:
         """How many rollouts there are of the task at this index."""
 
-    async def recorded(self, wanted: Sequence[tuple[int, int]]) -> list[RecordedRollout]:
-        """These rollouts, each by the index of its task and its number there."""
+    async def groups(self, indices: Sequence[int]) -> list[list[RecordedRollout]]:
+        """The rollouts of the tasks at these indices."""
 
 
 class Tracker(Protocol):
@@ -355,8 +354,8 @@ class Engine(ABC):
         """
         return f"The engine {type(self).__name__} starts one process on this machine.\n"
 
-    async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
-        """The token ids of each recorded reply; None where the chat template cannot write it.
+    async def tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
+        """Recorded calls with the token ids of their texts; without any where the chat template cannot write them.
 
         An engine that has it and `logprobs` trains on recorded texts and declares `Capability.RECORDED_TEXTS`: in an
         update it takes the policy's own log-probabilities for those of a batch that are not known.

@@ -13,7 +13,7 @@ import numpy as np
 
 import agl_core
 from agl_core import Capability, kinds
-from agl_core.builtin.buffers import Fifo
+from agl_core.builtin import Fifo
 from agl_core.kinds import NoOptions, Register
 from agl_core.protocols import DrawContext, DrawnGroup, Engine, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore

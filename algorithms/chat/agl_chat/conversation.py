@@ -15,7 +15,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,7 +31,8 @@ from agl_chat.requests import fold_systems, meaning, normalise, with_short_ids, 
 from agl_core.apis.dialect import wrong
 from agl_core.apis.errors import CONTEXT_OVERFLOW, ApiError
 from agl_core.errors import EngineError
-from agl_core.types import PrefixBreak, RecordedReply, TokenizedReply, Tokens
+from agl_core.learning.tool_results import messages_of, tools_of
+from agl_core.types import Call, PrefixBreak, Tokens
 
 _USUAL_CHARACTERS = 8
 """A token has fewer, but in runs of spaces and the like."""
@@ -179,7 +180,26 @@ class ChatText:
         return functools.cache(lambda token: str(self._tokenizer.decode([token], skip_special_tokens=False)))
 
 
-def tokenized(text: ChatText, reply: RecordedReply) -> TokenizedReply | None:
+def tokenized(text: ChatText, call: Call) -> Call:
+    """A recorded call with the token ids of its texts (`token_ids`), and without what was known of its sampling."""
+    messages, tools = messages_of(call), tools_of(call)
+    ids = [token_ids(text, messages, tools, c.message, is_complete=not c.finish_reason.is_cut) for c in call.choices]
+    choices = [
+        replace(choice, response_ids=response, logprobs=None, mask=None)
+        for choice, (_, response) in zip(call.choices, ids, strict=True)
+    ]
+    prompt = next((prompt for prompt, _ in ids if prompt is not None), None)
+    return replace(call, prompt_ids=prompt, choices=tuple(choices))
+
+
+def token_ids(
+    text: ChatText,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Tools,
+    reply: Mapping[str, Any],
+    *,
+    is_complete: bool = True,
+) -> tuple[Tokens | None, Tokens | None]:
     """Prompt and response as the chat template writes them.
 
     None if the template refuses the conversation, or writes the prompt otherwise once the reply follows. The end token
@@ -187,19 +207,19 @@ def tokenized(text: ChatText, reply: RecordedReply) -> TokenizedReply | None:
     has none.
     """
     try:
-        messages = normalise([*reply.messages, reply.response])
-        prompt = text.render(messages[:-1], tools=reply.tools)
-        full = text.render(messages, tools=reply.tools, prompt=False)
+        whole = normalise([*messages, reply])
+        prompt = text.render(whole[:-1], tools=tools)
+        full = text.render(whole, tools=tools, prompt=False)
         full.encode()  # No tokenizer takes lone surrogates.
     except (ApiError, UnicodeEncodeError):
-        return None
+        return None, None
     if not full.startswith(prompt):
-        return None
+        return None, None
     response, end = text.split_end(full[len(prompt) :])
     prompt_ids, response_ids = text.encode(prompt), text.encode(response)
-    if reply.is_complete:
+    if is_complete:
         response_ids += text.encode(end) if end else [min(text.eos_ids)]
-    return TokenizedReply(np.array(prompt_ids, np.int32), np.array(response_ids, np.int32))
+    return np.array(prompt_ids, np.int32), np.array(response_ids, np.int32)
 
 
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:

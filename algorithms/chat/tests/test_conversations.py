@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from tiny_tokenizers import CHATML
 
-from agl_chat.conversation import Sessions, tokenized
-from agl_core.types import PrefixBreak, RecordedReply
+from agl_chat.conversation import Sessions, token_ids, tokenized
+from agl_core.testing import episodes as make
+from agl_core.types import FinishReason, PrefixBreak
 
 from .conftest import CALCULATOR, ScriptedChat, ServedModel, parsed, with_template
 
@@ -258,11 +259,12 @@ def test_a_text_has_the_ids_that_were_sampled_for_it(qwen: ServedModel) -> None:
     chat = ScriptedChat(qwen)
     body = chat.ask([USER], "The answer is 42.")
 
-    tokens = tokenized(chat.served.text, RecordedReply([USER], [], message_of(body)))
+    prompt, response = token_ids(chat.served.text, [USER], [], message_of(body))
 
-    assert tokens is not None
-    assert tokens.prompt_ids.tolist() == body["prompt_token_ids"]
-    assert tokens.response_ids.tolist() == body["choices"][0]["token_ids"]
+    assert prompt is not None
+    assert response is not None
+    assert prompt.tolist() == body["prompt_token_ids"]
+    assert response.tolist() == body["choices"][0]["token_ids"]
 
 
 def test_tool_calls_and_what_follows_them(qwen: ServedModel) -> None:
@@ -273,35 +275,36 @@ def test_tool_calls_and_what_follows_them(qwen: ServedModel) -> None:
     then = chat.ask([USER, message_of(first), result], "The answer is 42.", tools=[CALCULATOR])
 
     for messages, body in (([USER], first), ([USER, message_of(first), result], then)):
-        tokens = tokenized(chat.served.text, RecordedReply(messages, [CALCULATOR], message_of(body)))
+        prompt, response = token_ids(chat.served.text, messages, [CALCULATOR], message_of(body))
 
-        assert tokens is not None
+        assert prompt is not None
+        assert response is not None
         decoded = qwen.tokenizer.decode
-        assert decoded(tokens.prompt_ids) == decoded(body["prompt_token_ids"])
-        assert decoded(tokens.response_ids) == decoded(body["choices"][0]["token_ids"])
+        assert decoded(prompt) == decoded(body["prompt_token_ids"])
+        assert decoded(response) == decoded(body["choices"][0]["token_ids"])
 
 
 def test_a_reply_that_was_cut_short_has_no_end(qwen: ServedModel) -> None:
     chat = ScriptedChat(qwen)
     reply = {"role": "assistant", "content": "The answer is"}
 
-    whole, cut = (tokenized(chat.served.text, RecordedReply([USER], [], reply, complete)) for complete in (True, False))
+    choices = [make.choice(n, message=reply, finish_reason=reason) for n, reason in enumerate(FinishReason)]
+    call = tokenized(chat.served.text, make.call(0, *choices, request={"messages": [USER]}))
 
-    assert whole is not None
-    assert cut is not None
-    assert whole.response_ids.tolist() == [*cut.response_ids.tolist(), qwen.tokenizer.eos_token_id]
+    ids = {choice.finish_reason: choice.response_ids.tolist() for choice in call.choices}
+    assert ids[FinishReason.STOP] == [*ids[FinishReason.LENGTH], qwen.tokenizer.eos_token_id]
+    assert call.prompt_ids.tolist() == token_ids(chat.served.text, [USER], [], reply)[0].tolist()
+    assert {choice.logprobs for choice in call.choices} == {None}, "those of another sampling"
 
 
 @pytest.mark.parametrize(
-    "reply",
+    ("messages", "reply"),
     [
-        RecordedReply(
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], [], {"role": "assistant"}
-        ),
-        RecordedReply([USER], [], {"role": "assistant", "content": "half a pair: \ud800"}),
-        RecordedReply([USER], [], {"role": "assistant", "tool_calls": ["none"]}),
-        RecordedReply([], [], {"role": "critic", "content": "x"}),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {"role": "assistant"}),
+        ([USER], {"role": "assistant", "content": "half a pair: \ud800"}),
+        ([USER], {"role": "assistant", "tool_calls": ["none"]}),
+        ([], {"role": "critic", "content": "x"}),
     ],
 )
-def test_what_no_template_can_write_has_no_ids(qwen: ServedModel, reply: RecordedReply) -> None:
-    assert tokenized(ScriptedChat(qwen).served.text, reply) is None
+def test_what_no_template_can_write_has_no_ids(qwen: ServedModel, messages: Any, reply: dict[str, Any]) -> None:
+    assert token_ids(ScriptedChat(qwen).served.text, messages, [], reply) == (None, None)

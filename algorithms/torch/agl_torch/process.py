@@ -32,7 +32,7 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, ResponseScores, UpdateResult
 from agl_core.server.listening import bind
 from agl_core.training.child import Host, build_algorithm
-from agl_core.types import Batch, RecordedReply, TokenizedReply
+from agl_core.types import Batch, Call
 from agl_torch.batching import CACHE, device_memory, tokens_per_pass
 from agl_torch.loading import Bases, LoadedModel, check_base, fingerprint, first_line, load_model
 from agl_torch.loop import EngineLoop
@@ -286,9 +286,9 @@ class ServedPolicies:
     update, save, load = _alone(Policies.update), _alone(Policies.save), _alone(Policies.load)
     logprobs = _alone(Policies.logprobs)
 
-    def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
-        """The token ids of recorded replies by the policy's tokenizer and chat template."""
-        return [tokenized(self._served[policy].text, reply) for reply in replies]
+    def tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
+        """Recorded calls with token ids by the policy's tokenizer and chat template."""
+        return [tokenized(self._served[policy].text, call) for call in calls]
 
     def versions(self) -> Mapping[str, int]:
         return self._policies.versions

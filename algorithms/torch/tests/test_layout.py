@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import CohereConfig, CohereForCausalLM
 
 from agl_algorithms.prepared import lineages
-from agl_chat.conversation import ChatText, tokenized
+from agl_chat.conversation import ChatText, token_ids
 from agl_core.testing.engines import Row, batch_of
-from agl_core.types import Batch, RecordedReply
+from agl_core.types import Batch
 from agl_torch import batching
 from agl_torch.batching import Limits, MicroBatch, micro_batches, score
 from agl_torch.loading import LoadedModel
@@ -245,9 +245,10 @@ def test_the_turns_of_a_demonstration_are_computed_as_one_sequence(loaded: Loade
     for turn in range(4):
         messages = [*messages, {"role": "user", "content": f"What is {turn} + 1?"}]
         reply = {"role": "assistant", "content": f"The answer is {turn + 1}."}
-        ids = tokenized(text, RecordedReply(messages, [], reply))
-        assert ids is not None
-        rows.append(Row(ids.prompt_ids.tolist(), ids.response_ids.tolist(), [0.0] * len(ids.response_ids), 1.0))
+        prompt, response = token_ids(text, messages, [], reply)
+        assert prompt is not None
+        assert response is not None
+        rows.append(Row(prompt.tolist(), response.tolist(), [0.0] * len(response), 1.0))
         messages = [*messages, reply]
     batch = replace(batch_of(rows), rollout_N=np.zeros(4, np.int64))
 

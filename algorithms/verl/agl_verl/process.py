@@ -18,7 +18,7 @@ from agl_core.config.sections import LoraSection
 from agl_core.errors import AglError, EngineError, nearest
 from agl_core.protocols import EngineContext, Progress, ResponseScores, UpdateResult
 from agl_core.training.child import Host, in_one_line
-from agl_core.types import Batch, RecordedReply, TokenizedReply
+from agl_core.types import Batch, Call
 from agl_verl import checkpoint
 from agl_verl.config import ChosenAlgorithm, compose, optimizers
 from agl_verl.environment import check_flash_attention, check_versions, runs_on_cpu, variables
@@ -116,11 +116,11 @@ class Driver:
         with self._usable():
             return self._trainer.logprobs(policy, batch)
 
-    def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
-        """The token ids of recorded replies by the policy's tokenizer and chat template."""
+    def tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
+        """Recorded calls with token ids by the policy's tokenizer and chat template."""
         from agl_chat.conversation import tokenized
 
-        return [tokenized(self._texts[policy], reply) for reply in replies]
+        return [tokenized(self._texts[policy], call) for call in calls]
 
     def save(self, folder: Path) -> None:
         """Write the policies below `folder`, which every node of the cluster has to see."""

@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 from agl_core import kinds
 from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.config.models import MixtureOptions
 from agl_core.hooks import hookimpl
 from agl_core.kinds import Capability, Register
+from agl_core.protocols import DrawContext, DrawnGroup
+from agl_core.types import Episode
 
-__all__ = ["discounted", "identical", "immediate", "register_components", "stepwise"]
+__all__ = ["Fifo", "discounted", "identical", "immediate", "register_components", "stepwise"]
 # Credit rules are made by a decorator: being here is all it takes, as in a user's own file.
+
+
+class Fifo:
+    """Groups in the order in which they were completed, each for one update.
+
+    It is as on-policy as the run allows: with `async.max_staleness = 0` an update gets what the weights that it
+    changes have sampled.
+    """
+
+    def __init__(self) -> None:
+        self._groups: deque[Sequence[Episode]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def pending(self) -> list[str]:
+        return [group[0].group for group in self._groups]
+
+    def add(self, group: Sequence[Episode]) -> None:
+        self._groups.append(group)
+
+    def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
+        """The first `count` groups, or None if there are fewer."""
+        if len(self._groups) < count:
+            return None
+        return [DrawnGroup(self._groups.popleft()) for _ in range(count)]
 
 
 @hookimpl
 def register_components(register: Register) -> None:
     """Buffers, the store that needs no server, tasks of files and of other runs, and trackers that are extras."""
-    from agl_core.builtin import buffers, tasks, trackers
+    from agl_core.builtin import tasks, trackers
     from agl_core.store.sqlite import build
 
     def recorded_needs(options: tasks.RecordedOptions) -> set[Capability]:
         return {Capability.RECORDED_TEXTS} if options.without_logprobs else set()
 
-    register(kinds.BUFFER, "fifo", lambda options: buffers.Fifo(), doc=buffers.Fifo.__doc__)
+    register(kinds.BUFFER, "fifo", lambda options: Fifo(), doc=Fifo.__doc__)
     register(kinds.STORE, "sqlite", build)
     register(kinds.TASK_SOURCE, "jsonl", tasks.jsonl_tasks, options=tasks.FileOptions)
     register(kinds.TASK_SOURCE, "csv", tasks.csv_tasks, options=tasks.FileOptions)

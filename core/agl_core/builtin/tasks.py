@@ -6,16 +6,12 @@ metadata, which rewards see and the agent does not.
 
 from __future__ import annotations
 
-import asyncio
-import csv
-import io
 import math
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from agl_core.config.load import CONFIG_FILE
 from agl_core.config.models import MixtureOptions
 from agl_core.config.resolve import Chosen
-from agl_core.errors import ConfigError, nearest
+from agl_core.errors import ConfigError, EpisodesError, nearest
 from agl_core.protocols import RecordedTasks, TaskSource
+from agl_core.reading.files import is_recording, load_dataset, read_rows
 from agl_core.training.rollouts import train_index
 from agl_core.types import RecordedRollout, Rollout, Task
 from agl_core.types.forms import dump_json, load_json
@@ -69,7 +66,7 @@ class DatasetOptions(ColumnOptions):
 class RowTasks:
     """A task for each row, in their order; every row is checked at once.
 
-    ConfigError names the row (`where`, and its number behind `mark`) and the remedy.
+    ConfigError names the row (by its place in `where`) and the remedy.
     """
 
     def __init__(
@@ -77,18 +74,17 @@ class RowTasks:
         rows: Sequence[Mapping[str, Any]],
         options: ColumnOptions,
         where: str,
-        mark: str = ", row ",
-        numbers: Sequence[int] | None = None,
+        places: Sequence[str] | None = None,
     ) -> None:
         if not len(rows):
             raise ConfigError(f"{where} has no tasks.")
-        self._rows, self._place, self._numbers = rows, where + mark, numbers or range(1, len(rows) + 1)
+        self._rows, self._where, self._places = rows, where, places
         names = {"input": "input", "id": "id", **options.columns}
         self._input, self._id = names.pop("input"), names.pop("id")
         self._names = {column: name for name, column in names.items()}
-        places: dict[str, str] = {}
+        known: dict[str, str] = {}
         for index in range(len(rows)):
-            place = places.setdefault(self.task(index).id, self._place_of(index))
+            place = known.setdefault(self.task(index).id, self._place_of(index))
             if place != self._place_of(index):
                 raise ConfigError(
                     f"{self._place_of(index)}: the id '{self.task(index).id}' is also that of {place}. Ids must be "
@@ -109,7 +105,7 @@ class RowTasks:
                     f"{self._place_of(index)}: has no '{column}'. {nearest(str(column), row)} Say what it is called, "
                     f'for instance columns = {{ input = "question" }}.'
                 )
-        task_id = row.pop(str(self._id), self._numbers[index])
+        task_id = row.pop(str(self._id), self._place_of(index).rpartition(" ")[2])
         if not isinstance(task_id, str | int) or task_id == "":
             raise ConfigError(f"{self._place_of(index)}: '{self._id}' must be a text or an integer, not {task_id!r}.")
         values = {column: row.pop(column) for column in inputs}
@@ -117,7 +113,7 @@ class RowTasks:
         return Task(str(task_id), values[self._input] if isinstance(self._input, str) else values, metadata=metadata)
 
     def _place_of(self, index: int) -> str:
-        return f"{self._place}{self._numbers[index]}"
+        return f"{self._where}, {self._places[index] if self._places else f'row {index + 1}'}"
 
     def _json(self, index: int, name: str, value: Any) -> Any:
         """A value as JSON has it: a date is its text."""
@@ -139,77 +135,48 @@ def jsonl_tasks(options: FileOptions, folder: Path, seed: int) -> RowTasks:
 
     Blank lines are skipped.
     """
-    path = folder / options.path.expanduser()
-    lines = {number: line for number, line in enumerate(_read_utf8(path).split("\n"), start=1) if line.strip()}
-    rows = [_parsed(line, f"{path}:{number}") for number, line in lines.items()]
-    return RowTasks(rows, options, str(path), mark=":", numbers=list(lines))
-
-
-def _parsed(line: str, where: str) -> dict[str, Any]:
-    try:
-        row: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not a JSON object ({error}). Each line must be one.") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: must be a JSON object, not {type(row).__name__}.")
-    return row
+    return _file_tasks(options, folder, is_csv=False)
 
 
 def csv_tasks(options: FileOptions, folder: Path, seed: int) -> RowTasks:
     """Tasks from a CSV file with a header; all values are texts."""
+    return _file_tasks(options, folder, is_csv=True)
+
+
+def _file_tasks(options: FileOptions, folder: Path, *, is_csv: bool) -> RowTasks:
     path = folder / options.path.expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"The tasks {path} do not exist. Paths are relative to the configuration file, or to its `folder`."
+        )
     try:
-        rows = list(csv.DictReader(io.StringIO(_read_utf8(path), newline=""), strict=True))
-    except csv.Error as error:
-        raise ConfigError(f"The tasks {path} cannot be read as CSV: {error}.") from error
-    for number, row in enumerate(rows, 1):
-        if None in row or None in row.values():
-            raise ConfigError(f"{path}, row {number}: has more or fewer values than the header has columns.")
-    return RowTasks(rows, options, str(path))
+        rows = dict(read_rows(path, is_csv=is_csv))
+    except EpisodesError as error:
+        raise ConfigError(f"The tasks cannot be read: {error}") from error
+    return RowTasks([_object(f"{path}, {place}", row) for place, row in rows.items()], options, str(path), [*rows])
+
+
+def _object(place: str, row: Any) -> dict[str, Any]:
+    try:
+        value: Any = orjson.loads(row) if isinstance(row, str) else row
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{place}: not a JSON object ({error}). Each line must be one.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: must be a JSON object, not {type(value).__name__}.")
+    return value
 
 
 def dataset_tasks(options: DatasetOptions, folder: Path, seed: int) -> RowTasks:
     """Tasks from a Parquet file, or a Hugging Face dataset by its folder or name (needs `agl-core[export]`)."""
-    import datasets
-
     path, where = folder / Path(options.dataset).expanduser(), f"The dataset '{options.dataset}'"
     try:
-        if (path / "state.json").is_file():
-            rows = datasets.load_from_disk(path)
-        elif path.suffix == ".parquet":
-            rows = datasets.load_dataset("parquet", data_files=str(path), split="train")
-        elif (path / "dataset_dict.json").is_file():
-            rows = datasets.load_from_disk(path)[options.split]
-        else:
-            name = str(path) if path.exists() else options.dataset
-            rows = datasets.load_dataset(name, options.subset, split=options.split)
-    except Exception as error:  # What is raised depends on the kind of dataset.
+        rows = load_dataset(path, options.dataset, options.subset, options.split)
+    except ValueError as error:
         raise ConfigError(
-            f"{where}, split '{options.split}', cannot be loaded ({type(error).__name__}: {error}). It must be a "
-            f"folder (looked for {path}) or a name on the Hugging Face hub."
+            f"{where}, split '{options.split}', cannot be loaded ({error}). It must be a folder "
+            f"(looked for {path}) or a name on the Hugging Face hub."
         ) from error
     return RowTasks(rows, options, where)
-
-
-def _read_utf8(path: Path) -> str:
-    """The text of a file of tasks. ConfigError names what is wrong with it, and where."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError(
-            f"The tasks {path} do not exist. Paths are relative to the configuration file, or to its `folder`."
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"The tasks {path} cannot be read: {error}.") from error
-    try:
-        return data.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        *before, line = data[: error.start].split(b"\n")
-        raise ConfigError(
-            f"{path}:{len(before) + 1}: byte {len(line) + 1} of the line is "
-            f"0x{data[error.start]:02x}, which is not UTF-8. Save the file as UTF-8, for instance: "
-            f"iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}"
-        ) from None
 
 
 class RecordedOptions(BaseModel):
@@ -234,6 +201,10 @@ class RecordedOptions(BaseModel):
     )
 
 
+Reader: TypeAlias = Callable[[Sequence[Rollout]], Awaitable[list[RecordedRollout]]]
+"""Reads rollouts of one run or file."""
+
+
 class Recorded:
     """Rollouts that another run recorded, to train on instead of running the agent.
 
@@ -243,43 +214,29 @@ class Recorded:
     def __init__(self, options: RecordedOptions, folder: Path, seed: int) -> None:
         """Read which rollouts there are. ConfigError if there is no such run, or it has none; EpisodesError names what
         is wrong with a file."""
-        self.without_logprobs, self._split = options.without_logprobs, options.split
-        self.has_preferences = False
-        self._imported: list[TemporaryDirectory[str]] = []
-        """The folders of runs that were made of files."""
-        self._groups: list[tuple[Path, Sequence[Rollout]]] = []
-        """By task: the run, and the rollouts."""
-        with ThreadPoolExecutor(1) as thread:  # In this thread an event loop may be running.
-            for path in (options.run,) if isinstance(options.run, Path) else options.run:
-                self._groups += thread.submit(self._read, folder / path.expanduser()).result()
-
-    def _read(self, path: Path) -> list[tuple[Path, Sequence[Rollout]]]:
-        """The groups of the run at this path, or of a run that is made of this file."""
         # Agents' processes register components too, and need nothing that reads runs.
-        from agl_core.reading.importing import import_file
-        from agl_core.reading.rollouts import recorded_groups
-        from agl_core.reading.runs import PREFERENCES, read_settings
-        from agl_core.reading.shapes import is_recording
+        from agl_core.reading.importing import RecordedFile
+        from agl_core.reading.rollouts import RecordedRun, groups_of
 
-        run = path
-        if is_recording(path):
-            self._imported.append(TemporaryDirectory(prefix="agl-"))
-            run = import_file(path, "imported", Path(self._imported[-1].name)).run
-        if not (run / CONFIG_FILE).is_file():
-            raise ConfigError(
-                f"{path} is neither a run's folder (it has no {CONFIG_FILE}) nor a file. Paths are relative to the "
-                f"configuration file, or to its `folder`."
-            )
-        self.has_preferences |= bool(read_settings(run).get("capture", {}).get(PREFERENCES))
-        groups = asyncio.run(recorded_groups(run))
-        if self._split is not None:
-            groups = [group for group in groups if group[0].task.split == self._split]
-        elif any(group[0].mode.trains for group in groups):
-            groups = [group for group in groups if group[0].mode.trains]
-        if not groups:
-            which = "that is done" if self._split is None else f"of the split '{self._split}' that is done"
-            raise ConfigError(f"{path} has no rollout {which}, so there is nothing to train on.")
-        return [(run, group) for group in groups]
+        self.without_logprobs, self.has_preferences = options.without_logprobs, False
+        self._groups: list[tuple[Reader, Sequence[Rollout]]] = []
+        """By task: its rollouts, and what reads them."""
+        for run in (options.run,) if isinstance(options.run, Path) else options.run:
+            path = folder / run.expanduser()
+            if not is_recording(path) and not (path / CONFIG_FILE).is_file():
+                raise ConfigError(
+                    f"{path} is neither a run's folder (it has no {CONFIG_FILE}) nor a file. Paths are relative to the "
+                    f"configuration file, or to its `folder`."
+                )
+            recorded: RecordedFile | RecordedRun = RecordedFile(path) if is_recording(path) else RecordedRun(path)
+            trained = [rollout for rollout in recorded.rollouts if rollout.mode.trains]
+            of_split = [rollout for rollout in recorded.rollouts if rollout.task.split == options.split]
+            rollouts = (trained or recorded.rollouts) if options.split is None else of_split
+            if not rollouts:
+                which = "that is done" if options.split is None else f"of the split '{options.split}' that is done"
+                raise ConfigError(f"{path} has no rollout {which}, so there is nothing to train on.")
+            self.has_preferences |= recorded.has_preferences
+            self._groups += [(recorded.read, group) for group in groups_of(rollouts)]
 
     @property
     def size(self) -> int:
@@ -293,18 +250,14 @@ class Recorded:
         """How many rollouts there are of the task at this index."""
         return len(self._groups[index][1])
 
-    async def recorded(self, wanted: Sequence[tuple[int, int]]) -> list[RecordedRollout]:
-        """These rollouts, each by the index of its task and its number there."""
-        from agl_core.reading.rollouts import read_recorded
-
-        by_run: dict[Path, list[int]] = {}
-        for place, (index, _) in enumerate(wanted):
-            by_run.setdefault(self._groups[index][0], []).append(place)
-        rollouts = [self._groups[index][1][number] for index, number in wanted]
-        records: dict[int, RecordedRollout] = {}
-        for run, places in by_run.items():
-            records |= zip(places, await read_recorded(run, [rollouts[place] for place in places]), strict=True)
-        return [records[place] for place in range(len(wanted))]
+    async def groups(self, indices: Sequence[int]) -> list[list[RecordedRollout]]:
+        """The rollouts of the tasks at these indices."""
+        wanted = defaultdict[Reader, list[Rollout]](list)
+        for read, rollouts in map(self._groups.__getitem__, indices):
+            wanted[read] += rollouts
+        known = {(read, it.rollout.id): it for read, rollouts in wanted.items() for it in await read(rollouts)}
+        asked = map(self._groups.__getitem__, indices)
+        return [[known[read, rollout.id] for rollout in rollouts] for read, rollouts in asked]
 
 
 _CYCLE = 1000

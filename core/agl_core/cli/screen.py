@@ -52,7 +52,7 @@ FILTERS: Mapping[str, tuple[Any, str, str]] = {
     "dropped": (str, "--dropped", "Only those with a transition dropped for this reason."),
     "low": (float, "--min-reward", "Only with at least this terminal reward."),
     "high": (float, "--max-reward", "Only with at most this terminal reward."),
-    "text": (str, "--text", "Only those with this text in task, call or result; all are read."),
+    "text": (str, "--text", "Only those with this text in task, call or result."),
     "verdict": (Verdict, "--verdict", "Only those with this verdict (docs/health.md)."),
 }
 """By the field of `agl_core.reading.rollouts.Query`: type, option and help."""

@@ -20,8 +20,8 @@ from agl_core.errors import ConfigError
 from agl_core.health.verdict import METRICS_FILE, counts
 from agl_core.learning.evaluations import Comparison, Estimate, TaskScore, compare, passes
 from agl_core.protocols import Engine
+from agl_core.reading.files import is_recording
 from agl_core.reading.runs import find_run
-from agl_core.reading.shapes import is_recording
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.metrics import Summary, scores_of

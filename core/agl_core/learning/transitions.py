@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from agl_core.errors import EpisodesError
 from agl_core.learning.tool_results import choices_of, join_tool_results, messages_of, tools_of
 from agl_core.types import (
     Annotation,
@@ -22,14 +21,16 @@ from agl_core.types import (
     Episode,
     Json,
     Mode,
+    RecordedRollout,
     Reward,
     Rollout,
     TokenMask,
     ToolResult,
     Transition,
     TransitionKey,
+    derived,
 )
-from agl_core.types.forms import dump_json, from_json, load_json, to_json
+from agl_core.types.forms import dump_json, load_json, to_json
 
 
 def build_episode(
@@ -64,25 +65,25 @@ def build_episode(
         if call.undelivered and not call.late
         for key, choice in choices_of(call).items()
     ]
-    return Episode(
+    return derived(
+        Episode,
+        rollout,
+        attempt,
         rollout=rollout.id,
-        attempt=attempt.attempt,
-        group=rollout.group,
-        member=rollout.member,
-        task=rollout.task,
-        mode=rollout.mode,
         ending=attempt.ending or Ending.LOST,
         transitions=tuple(transitions),
-        result=attempt.result,
         rewards=tuple(rewards),
         unjoined=tuple(unjoined),
         undelivered=tuple(undelivered),
-        passed_through=attempt.passed_through,
-        bypassed=attempt.bypassed,
         unattributed=sum(call.is_unattributed for call in ordered),
         annotations=tuple(annotations),
-        step=rollout.step,
     )
+
+
+def episode_of(recorded: RecordedRollout) -> Episode:
+    """The episode of what was recorded, with all its rewards."""
+    r = recorded
+    return build_episode(r.rollout, r.attempt, r.calls, r.tool_results, r.rewards, r.annotations)
 
 
 def counted_calls(attempt: Attempt, calls: Iterable[Call]) -> list[Call]:
@@ -113,29 +114,20 @@ def _transition(
     tool_results: tuple[ToolResult, ...],
 ) -> Transition:
     temperature = call.effective.temperature
-    return Transition(
+    return derived(
+        Transition,
+        call,
+        choice,
         key=key,
-        agent=call.agent,
         turn=turn,
         agent_turn=agent_turn,
-        policy=call.policy,
-        version=call.version,
         messages=messages_of(call),
         response=choice.message,
-        finish_reason=choice.finish_reason,
         temperature=1.0 if temperature is None else temperature,
-        prompt_ids=call.prompt_ids,
-        response_ids=choice.response_ids,
-        logprobs=choice.logprobs,
         mask=_mask(choice),
-        parse_error=choice.parse_error,
-        lacks_ids=choice.lacks_ids,
-        prefix_broken=call.prefix_broken,
         tool_results=tool_results,
-        parent_span=call.parent_span,
         distorted=is_distorted(call, mode),
         grammar=grammar_of(call.request),
-        state=call.state,
         tools=tools_of(call),
         had_to_call=call.request.get("tool_choice") not in (None, "auto", "none"),
     )
@@ -235,28 +227,6 @@ def save_episodes(path: str | os.PathLike[str], episodes: Iterable[Episode]) -> 
         for episode in episodes:
             file.write(json.dumps(load_json(dump_json(to_json(episode)))) + "\n")
     os.replace(part, target)
-
-
-def load_episodes(path: str | os.PathLike[str]) -> list[Episode]:
-    """The episodes that `save_episodes` wrote. EpisodesError names a line that is not an episode.
-
-    episodes = agl_core.load_episodes("episodes.jsonl")
-    """
-    episodes = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise EpisodesError(f"The episodes in {path} cannot be read: {error}.") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            episodes.append(from_json(Episode, json.loads(line)))
-        except ValueError as error:
-            raise EpisodesError(
-                f"Line {number} of {path} is no episode: {error}. Write it with agl_core.save_episodes, one a line."
-            ) from error
-    return episodes
 
 
 def message_text(message: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from agl_core.errors import StoreRefusedError
 from agl_core.health.rollouts import RolloutHealth, health_of
 from agl_core.learning.certificate import Certificate, certify
 from agl_core.learning.rewards import AGENT_SOURCE
+from agl_core.learning.transitions import episode_of
 from agl_core.reading.runs import open_store
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import by_attempt, counted_attempts, read_attempts
@@ -234,13 +235,12 @@ async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutE
 
 async def reports_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutReport]:
     """Everything that is recorded of these rollouts, in their order."""
-    recorded = await read_attempts(store, await store.attempts(*(rollout.id for rollout in rollouts)))
+    recorded = await read_attempts(store, rollouts, await store.attempts(*(rollout.id for rollout in rollouts)))
     training_records = by_attempt(await store.training_records([*recorded]))
-    by_id = {rollout.id: rollout for rollout in rollouts}
-    reports: dict[str, list[AttemptReport]] = {id: [] for id in by_id}
+    reports: dict[str, list[AttemptReport]] = {rollout.id: [] for rollout in rollouts}
     for key, records in recorded.items():
-        episode = records.episode(by_id[key.rollout])
-        reports[key.rollout].append(AttemptReport(records.attempt, episode, training_records[key]))
+        report = AttemptReport(records.attempt, episode_of(records), training_records[key])
+        reports[key.rollout].append(report)
     return [RolloutReport(entry, reports[entry.rollout.id]) for entry in await entries_of(store, rollouts)]
 
 

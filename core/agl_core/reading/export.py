@@ -10,8 +10,8 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -128,15 +128,33 @@ def _episode(exported: Exported) -> Episode:
     )
 
 
-# The tables: docs/data.md has what each column is.
+# The tables: docs/data.md has what each column is. Rows have more than that; `_COLUMNS` says what is written.
+
+_SHARED = (
+    "run rollout restart:integer attempt:integer group member:integer step:integer mode split task ending "
+    "terminal_reward:number"
+)
+_COLUMNS = {
+    "transitions": f"{_SHARED} call choice:integer agent turn:integer agent_turn:integer policy "
+    "version:integer finish_reason temperature:number messages:json tools:json response:json prompt_ids:tokens "
+    "response_ids:tokens logprobs:logprobs mask:mask parse_error prefix_broken tool_results:json rewards:json "
+    "state:json reward:number credit:number advantage:number weight:number dropped",
+    "episodes": f"{_SHARED} input:json metadata:json result:json rewards:json error "
+    "transitions:integer tool_results:integer worker started:number ended:number",
+}
+"""The columns of each table with their types; those without one are texts."""
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def _named(exported: Exported) -> dict[str, Any]:
-    rollout = exported.entry.rollout
+    rollout, attempt = exported.entry.rollout, exported.report.attempt
     return {
-        **_fields(rollout, "run", "restart", "group", "member", "step", "mode"),
+        **_fields(rollout),
         "rollout": rollout.id,
-        "attempt": exported.report.attempt.attempt,
+        "attempt": attempt.attempt,
         "split": rollout.task.split,
         "task": rollout.task.id,
         "ending": exported.report.episode.ending,
@@ -145,12 +163,12 @@ def _named(exported: Exported) -> dict[str, Any]:
 
 
 def _episode_row(exported: Exported) -> Row:
-    attempt, episode = exported.report.attempt, exported.report.episode
+    episode = exported.report.episode
     return {
+        **_fields(exported.entry.rollout.task),
+        **_fields(exported.report.attempt),
         **_named(exported),
-        **_fields(attempt, "error", "worker", "started", "ended"),
-        **_json_texts(**_fields(exported.entry.rollout.task, "input", "metadata"), result=attempt.result),
-        "rewards": _json([to_json(reward) for reward in episode.rewards if reward.call is None]),
+        "rewards": [reward for reward in episode.rewards if reward.call is None],
         "transitions": len(episode.transitions),
         "tool_results": sum(len(t.tool_results) for t in episode.transitions) + len(episode.unjoined),
     }
@@ -165,28 +183,18 @@ def _transition_rows(exported: Exported, agent: str | None) -> Iterator[Row]:
         last = max(records, key=lambda record: record.step, default=None)
         rewards = report.rewards_of(transition)
         yield {
+            **({} if last is None else _fields(last)),
             **named,
-            **_fields(transition.key, "call", "choice"),
-            **_fields(transition, "agent", "turn", "agent_turn", "policy", "version", "temperature", "prompt_ids"),
-            **_fields(transition, "response_ids", "logprobs", "mask", "parse_error", "prefix_broken", "finish_reason"),
-            **_json_texts(**_fields(transition, "messages", "tools", "response", "state")),
-            "tool_results": _json([to_json(result) for result in transition.tool_results]),
-            "rewards": _json([to_json(reward) for reward in rewards]),
+            **_fields(transition),
+            **transition.key._asdict(),
+            "tool_results": [*transition.tool_results],
+            "rewards": rewards,
             "reward": sum(reward.value for reward in rewards),
-            **({} if last is None else _fields(last, "credit", "advantage", "weight", "dropped")),
         }
 
 
-def _fields(record: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in names}
-
-
-def _json_texts(**values: Any) -> dict[str, str | None]:
-    return {name: None if value in (None, ()) else _json(value) for name, value in values.items()}
-
-
 def _json(value: Any) -> str:
-    return json.dumps(value, default=dict)
+    return json.dumps(value, default=lambda inside: to_json(inside) if is_dataclass(inside) else dict(inside))
 
 
 @contextmanager
@@ -202,70 +210,45 @@ def _appearing(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _writers(to: Format, path: Path) -> Iterator[Mapping[str, Callable[[Sequence[Row]], None]]]:
+def _writers(to: Format, path: Path) -> Iterator[Mapping[str, Callable[[Sequence[Row]], object]]]:
     """Functions that write rows, by table: to a folder of Parquet files, or to a file with a JSON object a line."""
     if to is Format.PARQUET:
         path.mkdir()
-        transitions = _Parquet(path / "transitions.parquet", "transitions")
-        episodes = _Parquet(path / "episodes.parquet", "episodes")
-        with closing(transitions), closing(episodes):
-            yield {"transitions": transitions.write, "episodes": episodes.write}
+        with ExitStack() as files:
+            yield {name: files.enter_context(_parquet(path / f"{name}.parquet", _COLUMNS[name])) for name in _COLUMNS}
     else:
         with path.open("w", encoding="utf-8") as file:
             yield {to.value: lambda rows: file.writelines(f"{_json(row)}\n" for row in rows)}
 
 
-class _Parquet:
-    """Apache Parquet: JSON values as JSON text, tokens and log-probabilities as lists of numbers."""
+@contextmanager
+def _parquet(path: Path, columns: str) -> Iterator[Callable[[Sequence[Row]], None]]:
+    """A function that writes rows to an Apache Parquet file: JSON values as JSON text, tokens as lists of numbers."""
+    import pyarrow as pa
+    import pyarrow.parquet
 
-    def __init__(self, path: Path, table: str) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet
+    numbers = {"tokens": pa.int32(), "logprobs": pa.float32(), "mask": pa.bool_()}
+    types = {"": pa.string(), "json": pa.string(), "integer": pa.int64(), "number": pa.float64()}
+    types |= {kind: pa.list_(number) for kind, number in numbers.items()}
+    kinds = {name: kind for name, _, kind in (column.partition(":") for column in columns.split())}
+    schema = pa.schema([(name, types[kind]) for name, kind in kinds.items()])
+    waiting: list[Row] = []
 
-        columns: dict[pa.DataType, str] = {
-            pa.string(): "run rollout group mode split task ending",
-            pa.int64(): "restart attempt member step",
-            pa.float64(): "terminal_reward",
-        }
-        own = {
-            pa.string(): "input metadata result rewards error worker",
-            pa.int64(): "transitions tool_results",
-            pa.float64(): "started ended",
-        }
-        if table == "transitions":
-            own = {
-                pa.string(): "call agent policy finish_reason parse_error messages tools response tool_results rewards "
-                "state dropped prefix_broken",
-                pa.int64(): "choice turn agent_turn version",
-                pa.float64(): "temperature reward credit advantage weight",
-                pa.list_(pa.int32()): "prompt_ids response_ids",
-                pa.list_(pa.float32()): "logprobs",
-                pa.list_(pa.bool_()): "mask",
-            }
-        fields = [(name, kind) for part in (columns, own) for kind, names in part.items() for name in names.split()]
-        self._schema = pa.schema(fields)
-        self._writer = pyarrow.parquet.ParquetWriter(path, self._schema, compression="zstd")
-        self._rows: list[Row] = []
+    def write(rows: Sequence[Row], least: int = _ROW_GROUP) -> None:
+        waiting.extend({name: _cell(kind, row.get(name)) for name, kind in kinds.items()} for row in rows)
+        if len(waiting) >= least:
+            writer.write_table(pa.Table.from_pylist(waiting, schema))
+            waiting.clear()
 
-    def write(self, rows: Sequence[Row]) -> None:
-        self._rows += [{name: _utf8(value) for name, value in row.items()} for row in rows]
-        if len(self._rows) >= _ROW_GROUP:
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        self._writer.close()
-
-    def _flush(self) -> None:
-        import pyarrow as pa
-
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
-            self._rows = []
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        yield write
+        write((), least=1)
 
 
-def _utf8(value: Any) -> Any:
-    """Agents' text need not be UTF-8, which Parquet wants."""
+def _cell(kind: str, value: Any) -> Any:
+    """A value as its column has it. Agents' text need not be UTF-8, which Parquet wants."""
+    if kind == "json":
+        return None if value in (None, ()) else _json(value)
     return str(value).encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 

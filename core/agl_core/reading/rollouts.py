@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agl_core.learning.transitions import message_text
 from agl_core.reading.explained import RolloutEntry, RolloutReport, entries_of, is_superseded, reports_of
-from agl_core.reading.runs import open_store
+from agl_core.reading.runs import PREFERENCES, open_store, read_settings
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import read_attempts
 from agl_core.types import Ending, Json, Mode, RecordedRollout, Rollout, RolloutState, ToolStatus, Verdict
 
 _PAGE = 200
 """Rollouts that are read together while matches are looked for."""
+
+
+_WORD = re.compile("[A-Za-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,11 @@ class Query:
     """The task's."""
     verdict: Verdict | None = None
     """On the rollout's health."""
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the text that are alike in what is stored and in what `takes_calls` looks at."""
+        return [word for word in _WORD.findall(self.text or "") if word.lower() != "none"]
 
     @property
     def reads_calls(self) -> bool:
@@ -132,7 +143,9 @@ async def list_rollouts(folder: Path, query: Query, limit: int) -> list[RolloutR
     """The newest rollouts that match, the newest last."""
     selects_all = query == Query(step=query.step, mode=query.mode)
     async with open_store(folder) as store:
-        newest = await store.rollouts(step=query.step, mode=query.mode, newest=limit if selects_all else None)
+        newest = await store.rollouts(
+            step=query.step, mode=query.mode, words=query.words, newest=limit if selects_all else None
+        )
         matches: list[Rollout] = []
         for end in range(len(newest), 0, -_PAGE):
             page = await entries_of(store, newest[max(0, end - _PAGE) : end])
@@ -166,21 +179,29 @@ def groups_of(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(groups.values())
 
 
-async def recorded_groups(folder: Path) -> list[list[Rollout]]:
-    """The rollouts of a run that count, in their groups: those that are done, and that no restart superseded."""
-    async with open_store(folder) as store:
-        runs, done = await store.runs(), await store.rollouts(state=RolloutState.DONE)
-    return groups_of([r for r in done if r.counted_attempt is not None and not is_superseded(r, runs)])
+class RecordedRun:
+    """The rollouts of a run that count: those that are done, and that no restart superseded."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.has_preferences = bool(read_settings(folder).get("capture", {}).get(PREFERENCES))
+        with ThreadPoolExecutor(1) as thread:  # In this thread an event loop may be running.
+            self.rollouts = thread.submit(asyncio.run, self._done()).result()
 
-async def read_recorded(folder: Path, rollouts: Sequence[Rollout]) -> list[RecordedRollout]:
-    """These rollouts of `recorded_groups`, with what was recorded of them."""
-    async with open_store(folder) as store:
-        entries = await entries_of(store, rollouts)
-        attempts = [entry.attempt for entry in entries if entry.attempt is not None]
-        # Later epochs of training ask for a rollout again, and may do so together with an earlier one.
-        records = await read_attempts(store, [*{attempt.key: attempt for attempt in attempts}.values()])
-    return [
-        RecordedRollout(entry.rollout, own.attempt, own.calls, own.tool_results, own.rewards, entry.reward)
-        for entry, own in zip(entries, (records[attempt.key] for attempt in attempts), strict=True)
-    ]
+    async def _done(self) -> list[Rollout]:
+        async with open_store(self._folder) as store:
+            runs, done = await store.runs(), await store.rollouts(state=RolloutState.DONE)
+        return [r for r in done if r.counted_attempt is not None and not is_superseded(r, runs)]
+
+    async def read(self, rollouts: Sequence[Rollout]) -> list[RecordedRollout]:
+        """These of its rollouts, with what was recorded of them."""
+        async with open_store(self._folder) as store:
+            entries = await entries_of(store, rollouts)
+            attempts = [entry.attempt for entry in entries if entry.attempt is not None]
+            # Later epochs of training ask for a rollout again, and may do so together with an earlier one.
+            unique = {attempt.key: attempt for attempt in attempts}
+            records = await read_attempts(store, rollouts, [*unique.values()])
+        return [
+            replace(records[attempt.key], rollout=entry.rollout, terminal=entry.reward)
+            for entry, attempt in zip(entries, attempts, strict=True)
+        ]

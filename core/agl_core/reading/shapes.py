@@ -1,22 +1,12 @@
-"""The shapes of recorded conversations in files: their rows, and each row as conversations in OpenAI's chat format."""
+"""The shapes of recorded conversations that people have: each row as conversations in OpenAI's chat format."""
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from io import BufferedReader
 from itertools import takewhile
-from pathlib import Path
-from typing import Any, TypeAlias
-
-from agl_core.errors import EpisodesError
-
-Row: TypeAlias = Mapping[str, Any]
+from typing import Any
 
 PREFERENCE = "preference"
 """The name of the reward that says which of a pair of conversations is the better one."""
@@ -46,64 +36,7 @@ _OTHERS = {
 """Forms that are recognised and not read, by a key of theirs, and why."""
 
 
-def is_recording(path: Path) -> bool:
-    """True for a file, and for the folder of a saved Hugging Face dataset."""
-    return path.is_file() or any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, each with its place: JSON Lines, a JSON array or CSV, also compressed by gzip; Parquet; or a
-    saved Hugging Face dataset.
-
-    A row of JSON Lines is the bytes of its line. EpisodesError if the file cannot be read at all.
-    """
-    try:
-        if path.is_dir() or path.suffix == ".parquet":
-            yield from _dataset_rows(path)
-            return
-        with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) if _is_gzip(raw) else raw as file:
-            if path.suffixes[-2:] == [".csv", ".gz"] or path.suffix == ".csv":
-                text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-                yield from ((f"row {n}", row) for n, row in enumerate(csv.DictReader(text, strict=True), 1))
-                return
-            lines: Iterable[bytes] = file
-            if file.peek(1 << 10).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-                whole = file.read()
-                try:
-                    yield from ((f"item {n}", row) for n, row in enumerate(json.loads(whole), 1))
-                    return
-                except ValueError:
-                    lines = io.BytesIO(whole)
-            for number, line in enumerate(lines, 1):
-                if row := line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip():
-                    yield f"line {number}", row
-    except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
-        raise EpisodesError(f"{path} cannot be read: {error}.") from error
-
-
-def _is_gzip(file: BufferedReader) -> bool:
-    return file.peek(2).startswith(b"\x1f\x8b")
-
-
-def _dataset_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Rows of Parquet and of saved datasets; those of several splits say which one is theirs."""
-    import datasets
-
-    try:
-        if path.is_dir():
-            dataset = datasets.load_from_disk(path)
-        else:
-            dataset = datasets.Dataset.from_parquet(str(path), keep_in_memory=True)
-    except Exception as error:  # The library's errors depend on the fault.
-        raise EpisodesError(f"{path} cannot be read: {type(error).__name__}: {error}.") from error
-    if isinstance(dataset, datasets.DatasetDict):
-        for split, of_split in dataset.items():
-            yield from ((f"{split}, row {n}", {"split": split, **row}) for n, row in enumerate(of_split, 1))
-    else:
-        yield from ((f"row {n}", row) for n, row in enumerate(dataset, 1))
-
-
-def conversations_of(row: Row) -> list[dict[str, Any]]:
+def conversations_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row as conversations: each has `messages`, perhaps `tools`, `id` and `reward`, and the row's other keys.
 
     A pair of preferences is two, with the reward 1 and 0. Replies in a prompt, and those that both of a pair share,

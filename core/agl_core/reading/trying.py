@@ -16,9 +16,9 @@ from agl_core.errors import ConfigError, nearest
 from agl_core.learning.batch import BatchPlan, make_batches
 from agl_core.learning.rewards import AGENT_SOURCE, failure_text, score_all, score_groups
 from agl_core.reading.explained import RolloutEntry, entries_of, is_superseded, members_of
+from agl_core.reading.files import is_recording
 from agl_core.reading.importing import import_file
 from agl_core.reading.runs import find_run, is_capture, is_run, open_store, run_folders
-from agl_core.reading.shapes import is_recording
 from agl_core.store.interface import Store
 from agl_core.training.rollouts import recorded_episodes, scoring_rules
 from agl_core.types import (

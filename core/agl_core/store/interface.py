@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, Self, TypeAlias, TypedDict, Unpack
 
 from agl_core.types import (
@@ -39,6 +39,9 @@ class Wanted(TypedDict, total=False):
     """The first so many."""
     newest: int | None
     """The last so many, oldest first all the same."""
+    words: Sequence[str] | None
+    """Words of ASCII letters and digits that stand in one text of a rollout, upper and lower case alike: a store leaves
+    out what it knows to lack them, and may return others."""
 
 
 class Store(Protocol):

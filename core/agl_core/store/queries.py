@@ -124,8 +124,12 @@ def rollouts(connection: sqlite3.Connection, **wanted: Unpack[Wanted]) -> list[R
     """Those that match, oldest first."""
     limit, newest = wanted.get("limit"), wanted.get("newest")
     given = {name: value for name, value in wanted.items() if value is not None}
-    equal = {name: value for name, value in given.items() if name not in ("limit", "newest", "after", "before")}
-    conditions, values = [f'"{name}" = ?' for name in equal], list(equal.values())
+    others = ("limit", "newest", "after", "before", "words")
+    equal = {name: value for name, value in given.items() if name not in others}
+    conditions, values = [f'"{name}" = ?' for name in equal], list[object](equal.values())
+    if words := wanted.get("words"):
+        conditions.append("id IN (SELECT value FROM json_each(?))")
+        values.append(orjson.dumps(_with_words(connection, words)).decode())
     for name, sign in (("after", ">"), ("before", "<")):
         if name in given:
             conditions.append(f"seq {sign} (SELECT seq FROM rollouts WHERE id = ?)")
@@ -135,6 +139,23 @@ def rollouts(connection: sqlite3.Connection, **wanted: Unpack[Wanted]) -> list[R
     sql = f"SELECT body FROM rollouts{where} ORDER BY seq {'' if newest is None else 'DESC'} LIMIT ?"
     matching = decode(Rollout, connection.execute(sql, (*values, -1 if most is None else most)))
     return matching if newest is None else matching[::-1][:limit]
+
+
+def _with_words(connection: sqlite3.Connection, words: Sequence[str]) -> list[str]:
+    """The rollouts with a text that has all these words. Nothing is decoded: JSON has such words as they are."""
+    has_all, asked = " AND ".join(["{} LIKE ?"] * len(words)), [f"%{word}%" for word in words]
+    in_data, in_body = (has_all.replace("{}", column) for column in ("data", "body"))
+    found = connection.execute(f"SELECT seq FROM pieces WHERE typeof(data) = 'text' AND {in_data}", asked).fetchall()
+    calls = connection.execute("SELECT owner, pieces FROM records WHERE pieces IS NOT NULL").fetchall()
+    owners = np.repeat([owner for owner, _ in calls], [len(column) // NUMBERS.itemsize for _, column in calls])
+    numbers = np.frombuffer(b"".join(column for _, column in calls), NUMBERS)
+    of_pieces = np.unique(owners[np.isin(numbers, [number for (number,) in found])])
+    rows = connection.execute(
+        f"SELECT id FROM rollouts WHERE {in_body} UNION SELECT rollout FROM attempts WHERE seq IN (SELECT value FROM "
+        f"json_each(?)) OR seq IN (SELECT owner FROM records WHERE kind IN (?, ?) AND {in_body})",
+        (*asked, orjson.dumps(of_pieces.tolist()).decode(), Call.__name__, Attempt.__name__, *asked),
+    )
+    return [id for (id,) in rows]
 
 
 def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:

@@ -31,7 +31,7 @@ from agl_core.protocols import (
     Upstream,
 )
 from agl_core.training.child import HEADER, START, Options, message
-from agl_core.types import Batch, RecordedReply, TokenizedReply
+from agl_core.types import Batch, Call
 
 LOG_NAME = "engine.log"
 LINES_SHOWN, LINES_SEARCHED = 12, 400
@@ -153,9 +153,9 @@ class ProcessEngine(Engine, Generic[Options]):
         stats: Mapping[str, float] = await self._ask("stats")
         return stats
 
-    async def _tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> Sequence[TokenizedReply | None]:
+    async def _tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
         """`tokenize` by the process, for a subclass that supports it."""
-        tokenized: Sequence[TokenizedReply | None] = await self._ask("tokenize", policy, replies)
+        tokenized: Sequence[Call] = await self._ask("tokenize", policy, calls)
         return tokenized
 
     async def _logprobs(self, policy: str, batch: Batch) -> ResponseScores:

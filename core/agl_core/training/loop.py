@@ -33,7 +33,7 @@ from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, Tas
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.child import peak_rss_bytes
 from agl_core.training.metrics import Advance, MetricsLog, Observer, evaluation_line, step_line
-from agl_core.training.recorded import HeldOutReplies
+from agl_core.training.recorded import HeldOutReplies, RecordedGroups
 from agl_core.training.rollouts import Collector, Drawn, Experience, TrainingPlan, group_of
 from agl_core.types import DropReason, Episode, Mode, Rollout, TrainingRecord, scored_return
 
@@ -79,7 +79,7 @@ class Trainer:
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
     _plan: BatchPlan = field(init=False)
-    _experience: Experience = field(init=False)
+    _experience: Experience | RecordedGroups = field(init=False)
     _is_judged: bool = field(init=False)
     """No rule scores what is trained on: it is imitated, or somebody said what is better."""
 
@@ -92,6 +92,12 @@ class Trainer:
         self._plan = BatchPlan.configured(self.loaded, without_logprobs=without_logprobs)
         per_step = self._groups_per_step
         plan = TrainingPlan(source, session.run, session.restart, config.seed, per_step, config.train.group_size)
+        if recorded is not None:
+            has_contrast, begun = self._plan.has_contrast, self.state.groups_begun
+            self._experience = RecordedGroups(
+                self.loaded, recorded, session.engine, session.collector, plan, has_contrast, begun
+            )
+            return
         self._experience = Experience(
             session.collector,
             self.buffer,

@@ -1,11 +1,13 @@
-"""Recorded rollouts in the place of new ones: those of training, and held-out ones of which replies are scored."""
+"""Recorded rollouts in the place of new ones: groups to train on, and held-out replies to score. No agent runs.
+
+source ──▶ adopted: this run's ids, policies and token ids ──▶ stored, and episodes ──▶ scored ──▶ drawn
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -14,13 +16,21 @@ from agl_core.config.models import RunConfig
 from agl_core.config.sections import policy_of
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning.batch import NO_CREDIT, BatchPlan, filter_trainable, make_batches
-from agl_core.learning.rewards import AGENT_SOURCE, reported
-from agl_core.learning.tool_results import messages_of, tools_of
-from agl_core.learning.transitions import build_episode
-from agl_core.protocols import Engine, RecordedTasks
-from agl_core.store.interface import Record, Store
-from agl_core.training.rollouts import train_index
-from agl_core.types import Batch, Call, Episode, RecordedReply, RecordedRollout, Rollout, RolloutState
+from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, reported
+from agl_core.learning.tool_results import messages_of
+from agl_core.learning.transitions import episode_of
+from agl_core.protocols import DrawContext, Engine, RecordedTasks
+from agl_core.training.metrics import Advance
+from agl_core.training.rollouts import (
+    Collector,
+    Drawn,
+    Scored,
+    TrainingPlan,
+    train_index,
+    warn_of_failed_rules,
+    without_contrast,
+)
+from agl_core.types import Batch, Call, Episode, RecordedRollout, Rollout, RolloutState
 
 
 class Recordings:
@@ -40,40 +50,31 @@ class Recordings:
         imitated: bool = False,
         on_texts: bool = False,
     ) -> None:
-        self.source, self._config, self._imitated = source, config, imitated
+        self.source, self.config, self.engine, self._imitated = source, config, engine, imitated
         self._on_texts = on_texts or imitated or source.without_logprobs
         self._agents = {name: policy.agents for name, policy in config.policies.items()}
-        self._engine = engine if engine.supports("tokenize") else None
         self._has_own_ids: dict[str, bool] = {}
         """By policy, whether the recorded ids are those of its own tokenizer, once that is known."""
 
-    async def adopt(self, pairs: Sequence[tuple[RecordedRollout, Rollout]]) -> list[RecordedRollout]:
-        """What was recorded, each as the rollout of this run beside it, with the rewards that the agent reported."""
-        own = [
-            self._own(call, rollout.id, keeps_logprobs=recorded.rollout.mode.trains and not self._imitated)
-            for recorded, rollout in pairs
-            for call in recorded.calls
-        ]
-        calls = iter(await self._with_ids(own))
-        return [
-            RecordedRollout(
-                replace(
-                    rollout,
-                    task=recorded.rollout.task,
-                    state=RolloutState.DONE,
-                    counted_attempt=recorded.attempt.attempt,
-                    ending=recorded.rollout.ending,
-                ),
-                replace(recorded.attempt, rollout=rollout.id),
-                [*islice(calls, len(recorded.calls))],
-                [replace(result, rollout=rollout.id) for result in recorded.tool_results],
-                [replace(reward, rollout=rollout.id) for reward in recorded.rewards if reward.source == AGENT_SOURCE],
-                recorded.terminal,
-            )
-            for recorded, rollout in pairs
-        ]
+    async def adopt(self, recorded: RecordedRollout, rollout: Rollout) -> RecordedRollout:
+        """What was recorded as this rollout of the run, with the rewards that the agent reported."""
+        keeps_logprobs = recorded.rollout.mode.trains and not self._imitated
+        return RecordedRollout(
+            replace(
+                rollout,
+                task=recorded.rollout.task,
+                state=RolloutState.DONE,
+                counted_attempt=recorded.attempt.attempt,
+                ending=recorded.rollout.ending,
+            ),
+            replace(recorded.attempt, rollout=rollout.id),
+            [await self._with_ids(self._own(call, rollout.id, keeps_logprobs)) for call in recorded.calls],
+            [replace(result, rollout=rollout.id) for result in recorded.tool_results],
+            [replace(reward, rollout=rollout.id) for reward in recorded.rewards if reward.source == AGENT_SOURCE],
+            terminal=recorded.terminal,
+        )
 
-    def _own(self, call: Call, rollout: str, *, keeps_logprobs: bool) -> Call:
+    def _own(self, call: Call, rollout: str, keeps_logprobs: bool) -> Call:
         """The call as one of this run: of its rollout, and of the policy that its agent has here."""
         policy = policy_of(call.agent, call.policy, self._agents, self._agents)
         if policy is None:
@@ -89,96 +90,110 @@ class Recordings:
             own,
             choices=tuple(replace(choice, logprobs=None) for choice in call.choices),
             # It is trained on as if this run had sampled it.
-            effective=replace(call.effective, temperature=self._config.sampling.temperature),
+            effective=replace(call.effective, temperature=self.config.sampling.temperature),
         )
 
-    async def _with_ids(self, calls: Sequence[Call]) -> list[Call]:
-        """The calls with token ids of their policies, made of their texts if they may be.
+    async def _with_ids(self, call: Call) -> Call:
+        """The call with token ids of its policy, made of its texts if they may be.
 
-        ConfigError if some have those of another model, and they may not.
+        ConfigError if it has those of another model, and they may not.
         """
-        engine = self._engine
-        if engine is None:
-            return list(calls)
-        by_text: dict[str, dict[int, list[RecordedReply]]] = defaultdict(dict)
-        """By policy and position: the replies of the calls that get other ids."""
-        for position, call in enumerate(calls):
-            has_ids = call.prompt_ids is not None and all(choice.response_ids is not None for choice in call.choices)
-            if has_ids and await self._are_own(engine, call):
-                continue
-            if self._on_texts:
-                messages, tools = messages_of(call), tools_of(call)
-                by_text[call.policy][position] = [
-                    RecordedReply(messages, tools, c.message, not c.finish_reason.is_cut) for c in call.choices
-                ]
-            elif has_ids:
-                raise ConfigError(
-                    f"[tasks.train]: the recorded token ids are not those that the tokenizer and the chat template of "
-                    f"the policy '{call.policy}' make of the same prompt: another model was recorded. To train on the "
-                    f"texts instead, set without_logprobs = true (docs/data.md, Training on recorded data)."
-                )
-        complete = list(calls)
-        for policy, replies in by_text.items():
-            tokenized = iter(await engine.tokenize(policy, [reply for of in replies.values() for reply in of]))
-            for position in replies:
-                call = calls[position]
-                choices = [*zip(call.choices, islice(tokenized, len(call.choices)), strict=True)]
-                complete[position] = replace(
-                    call,
-                    prompt_ids=next((reply.prompt_ids for _, reply in choices if reply is not None), None),
-                    choices=tuple(
-                        replace(choice, response_ids=None if r is None else r.response_ids, logprobs=None, mask=None)
-                        for choice, r in choices
-                    ),
-                )
-        return complete
+        has_ids = call.prompt_ids is not None and all(choice.response_ids is not None for choice in call.choices)
+        if not self.engine.supports("tokenize") or (has_ids and await self._are_own(call)):
+            return call
+        if self._on_texts:
+            [call] = await self.engine.tokenize(call.policy, [call])
+            return call
+        if has_ids:
+            raise ConfigError(
+                f"[tasks.train]: the recorded token ids are not those that the tokenizer and the chat template of the "
+                f"policy '{call.policy}' make of the same prompt: another model was recorded. To train on the texts "
+                f"instead, set without_logprobs = true (docs/data.md, Training on recorded data)."
+            )
+        return call
 
-    async def _are_own(self, engine: Engine, call: Call) -> bool:
+    async def _are_own(self, call: Call) -> bool:
         """True if the ids are the policy's own. A prompt without earlier replies shows it, and without settings."""
         if call.policy not in self._has_own_ids:
             messages, request = messages_of(call), call.request
             replied = any(message.get("role") == "assistant" for message in messages)
             if not messages or replied or "chat_template_kwargs" in request or request.get("tool_choice") == "none":
                 return True
-            reply = RecordedReply(messages, tools_of(call), call.choices[0].message if call.choices else {})
-            [tokenized] = await engine.tokenize(call.policy, [reply])
-            if tokenized is None or call.prompt_ids is None:
+            [own] = await self.engine.tokenize(call.policy, [call])
+            if own.prompt_ids is None or call.prompt_ids is None:
                 return True
-            self._has_own_ids[call.policy] = bool(np.array_equal(tokenized.prompt_ids, call.prompt_ids))
+            self._has_own_ids[call.policy] = bool(np.array_equal(own.prompt_ids, call.prompt_ids))
         return self._has_own_ids[call.policy]
 
 
-class RecordedQueue:
-    """A `Queue` of a `Collector` in which each rollout is done as soon as it is added.
+class RecordedGroups:
+    """Draws recorded groups for updates, as `Experience` draws those that are run: in the order of the plan, at once.
 
-    What was recorded of another rollout of its task becomes its own, in the run's store.
+    Where no rule scores them, or replies are imitated or were preferred by somebody, their reward is the recorded one.
+    `train.refill` groups of a step that have nothing to compare are dropped, and the next ones come in their place.
     """
 
-    def __init__(self, recordings: Recordings, seed: int, store: Store) -> None:
-        self._recordings, self._seed, self._store = recordings, seed, store
-        self._done: dict[str, Rollout] = {}
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        source: RecordedTasks,
+        engine: Engine,
+        collector: Collector,
+        plan: TrainingPlan,
+        has_contrast: Callable[[Sequence[Episode]], bool],
+        begun: int = 0,
+    ) -> None:
+        config, imitated = loaded.config, loaded.imitates
+        self._recordings = Recordings(source, config, engine, imitated=imitated, on_texts=loaded.trains_on_texts)
+        is_scored = config.rewards and not imitated and not source.has_preferences
+        rules = collector.rules if is_scored else [ScoringRule("recorded", self._recorded_reward)]
+        self._collector, self._plan = replace(collector, rules=rules), plan
+        self._has_contrast, self._refill = has_contrast, 0 if imitated else config.train.refill
+        self.begun, self.unfinished = begun, list[int]()
         self._terminal: dict[str, float | None] = {}
+        """The recorded rewards of the rollouts that are being scored."""
 
-    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        source = self._recordings.source
-        wanted = [(train_index(source, rollout.position, self._seed), rollout.member) for rollout in rollouts]
-        adopted = await self._recordings.adopt([*zip(await source.recorded(wanted), rollouts, strict=True)])
-        records: list[Record] = []
-        for own, rollout in zip(adopted, rollouts, strict=True):
-            records += own.rollout, own.attempt, *own.calls, *own.tool_results, *own.rewards
-            self._done[rollout.id], self._terminal[rollout.id] = own.rollout, own.terminal
-        await self._store.put(*records)
+    async def draw(self, updates_left: int, context: DrawContext, advance: Advance) -> Drawn:
+        """The groups of the next update; see `Experience.draw`."""
+        missing, refill, groups = self._plan.groups_per_step, self._refill, list[list[Scored]]()
+        while missing:
+            planned = [self._plan.group(position) for position in range(self.begun, self.begun + missing)]
+            self.begun += missing
+            for group in await self._scored(planned):
+                if refill and not self._has_contrast([scored.episode for scored in group]):
+                    groups.append(without_contrast(group))
+                    refill -= 1
+                else:
+                    groups.append(group)
+                    missing -= 1
+        drawn = [scored for group in groups for scored in group]
+        warn_of_failed_rules(drawn)
+        return Drawn(
+            groups=[[scored.episode for scored in group] for group in groups],
+            new=[scored.episode for scored in drawn],
+            rollouts=[scored.rollout for scored in drawn],
+            metrics={"groups/replaced": float(self._refill - refill)},
+        )
 
-    async def done(self, ids: Collection[str]) -> list[Rollout]:
-        return [self._done[id] for id in ids]
+    async def cancel(self) -> None:
+        """Nothing: none of them runs."""
 
-    async def cancel(self, ids: Collection[str]) -> None:
-        """Nothing: they are done."""
+    async def _scored(self, planned: Sequence[Sequence[Rollout]]) -> list[list[Scored]]:
+        """Groups of this run in the place of the planned ones: recorded in its store, and scored."""
+        source, seed = self._recordings.source, self._plan.seed
+        rollouts = [rollout for group in planned for rollout in group]
+        groups = await source.groups([train_index(source, group[0].position, seed) for group in planned])
+        pairs = zip(chain.from_iterable(groups), rollouts, strict=True)
+        adopted = [await self._recordings.adopt(recorded, rollout) for recorded, rollout in pairs]
+        await self._collector.store.put(*(record for own in adopted for record in own.records))
+        self._terminal = {own.rollout.id: own.terminal for own in adopted}
+        episodes = [self._collector.hook.episode_built(episode_of(own)) for own in adopted]
+        judged = await self._collector.judged([own.rollout for own in adopted], episodes)
+        complete = iter(await self._collector.complete(judged))
+        return [[*islice(complete, len(group))] for group in planned]
 
-    def reward(self, episode: Episode) -> float | None:
-        """The reward rule of a run that names none: the terminal reward that was recorded."""
-        del self._done[episode.rollout]  # It is scored once, and then nothing asks for it.
-        terminal = self._terminal.pop(episode.rollout)
+    def _recorded_reward(self, episode: Episode) -> float | None:
+        terminal = self._terminal[episode.rollout]
         return reported(episode) if terminal is None else terminal
 
 
@@ -191,8 +206,6 @@ class HeldOutReplies:
 
     name: str
     recordings: Recordings
-    loaded: LoadedConfig
-    engine: Engine
     context_length: int | None
     _batches: Mapping[str, Batch] | None = field(default=None, init=False)
     """By policy; None as long as they were not read."""
@@ -205,7 +218,7 @@ class HeldOutReplies:
         nats = 0.0
         tokens, hits, knows = 0, 0, True
         for policy, batch in self._batches.items():
-            scores = await self.engine.logprobs(policy, batch)
+            scores = await self.recordings.engine.logprobs(policy, batch)
             is_scored_R = batch.mask_R & ~np.isnan(scores.logprobs_R)
             nats -= float(scores.logprobs_R[is_scored_R].sum())
             tokens += int(is_scored_R.sum())
@@ -219,13 +232,9 @@ class HeldOutReplies:
         return {"loss": nats / tokens, **({"accuracy": hits / tokens} if knows else {}), "tokens": float(tokens)}
 
     async def _read(self) -> dict[str, Batch]:
-        config, source = self.loaded.config, self.recordings.source
-        wanted = [(i, n) for i in range(min(config.eval.tasks, source.size)) for n in range(source.members(i))]
-        pairs = [(recorded, recorded.rollout) for recorded in await source.recorded(wanted)]
-        groups = [
-            [build_episode(own.rollout, own.attempt, own.calls, own.tool_results)]
-            for own in await self.recordings.adopt(pairs)
-        ]
+        config, source = self.recordings.config, self.recordings.source
+        recorded = chain.from_iterable(await source.groups(range(min(config.eval.tasks, source.size))))
+        groups = [[episode_of(await self.recordings.adopt(it, it.rollout))] for it in recorded]
         credit = dict.fromkeys(config.policies, NO_CREDIT)
         made = make_batches(groups, BatchPlan(credit, config.train.agents, without_logprobs=True))
         return {

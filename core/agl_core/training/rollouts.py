@@ -18,15 +18,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import PluginError
 from agl_core.health.alarms import StallWatch
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, reported, score_all, score_groups
-from agl_core.learning.transitions import build_episode
+from agl_core.learning.transitions import build_episode, episode_of
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
+from agl_core.server.queue import RolloutQueue
 from agl_core.store.interface import Store
 from agl_core.training.metrics import Advance
 from agl_core.types import (
@@ -39,6 +40,7 @@ from agl_core.types import (
     Episode,
     Json,
     Mode,
+    RecordedRollout,
     Reward,
     Rollout,
     RolloutState,
@@ -54,30 +56,17 @@ HEALTH_INTERVAL = 2.0
 """Seconds between two looks at the parts of the run."""
 
 
-@dataclass(frozen=True)
-class AttemptRecords:
-    """An attempt, and what was recorded of it."""
-
-    attempt: Attempt
-    calls: Sequence[Call]
-    tool_results: Sequence[ToolResult]
-    rewards: Sequence[Reward]
-    annotations: Sequence[Annotation]
-
-    def episode(self, rollout: Rollout) -> Episode:
-        """Its episode, with all these rewards."""
-        return build_episode(
-            rollout, self.attempt, self.calls, self.tool_results, self.rewards, annotations=self.annotations
-        )
-
-
-async def read_attempts(store: Store, attempts: Sequence[Attempt]) -> dict[AttemptKey, AttemptRecords]:
-    """What was recorded of these attempts, in their order."""
-    keys = [attempt.key for attempt in attempts]
+async def read_attempts(
+    store: Store, rollouts: Sequence[Rollout], attempts: Sequence[Attempt]
+) -> dict[AttemptKey, RecordedRollout]:
+    """What was recorded of these attempts at the rollouts, in their order."""
+    keys, by_id = [attempt.key for attempt in attempts], {rollout.id: rollout for rollout in rollouts}
     calls, tool_results = by_attempt(await store.calls(keys)), by_attempt(await store.tool_results(keys))
     rewards, annotations = by_attempt(await store.rewards(keys)), by_attempt(await store.annotations(keys))
     return {
-        key: AttemptRecords(attempt, calls[key], tool_results[key], rewards[key], annotations[key])
+        key: RecordedRollout(
+            by_id[attempt.rollout], attempt, calls[key], tool_results[key], rewards[key], annotations[key]
+        )
         for key, attempt in zip(keys, attempts, strict=True)
     }
 
@@ -103,7 +92,7 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
     """
     keys = {*counted_attempts(rollouts)}
     attempts = [attempt for attempt in await store.attempts(*(key.rollout for key in keys)) if attempt.key in keys]
-    by_rollout = {key.rollout: records for key, records in (await read_attempts(store, attempts)).items()}
+    by_rollout = {key.rollout: records for key, records in (await read_attempts(store, rollouts, attempts)).items()}
     episodes = []
     for rollout in rollouts:
         if (records := by_rollout.get(rollout.id)) is None:
@@ -111,7 +100,7 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
             episodes.append(replace(build_episode(rollout, nothing, ()), dropped=DropReason.ENDING))
             continue
         reported = [reward for reward in records.rewards if reward.source == AGENT_SOURCE]
-        episodes.append(hook.episode_built(replace(records, rewards=reported).episode(rollout)))
+        episodes.append(hook.episode_built(episode_of(replace(records, rewards=reported))))
     return episodes
 
 
@@ -136,25 +125,12 @@ class Scored:
     reward_errors: list[Exception]
 
 
-class Queue(Protocol):
-    """Runs rollouts: the server's queue, or what stands for it where they are recorded already."""
-
-    async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Add these rollouts after those that were added before."""
-
-    async def done(self, ids: Collection[str]) -> list[Rollout]:
-        """Those of `ids` that are done; waits until one is. Asking changes nothing."""
-
-    async def cancel(self, ids: Collection[str]) -> None:
-        """End these; they are done when this returns."""
-
-
 @dataclass(frozen=True)
 class Collector:
     """Runs rollouts and makes episodes with rewards of them."""
 
     store: Store
-    queue: Queue
+    queue: RolloutQueue
     rules: Sequence[ScoringRule]
     endings: Mapping[Ending, float | Json]
     hook: RunHooks
@@ -196,6 +172,10 @@ class Collector:
         episodes = await recorded_episodes(self.store, rollouts, self.hook)
         stalled = await self.stall.kept_waiting(rollouts)
         episodes = [replace(e, dropped=DropReason.STALLED) if e.rollout in stalled else e for e in episodes]
+        return await self.judged(rollouts, episodes)
+
+    async def judged(self, rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> list[Scored]:
+        """Rollouts with their episodes as the rules score them; the rewards are recorded."""
         scored = await score_all(episodes, self.rules, self.endings)
         await self.store.put(*(reward for episode, _ in scored for reward in _rewards_of_rules(episode)))
         return [Scored(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
@@ -220,6 +200,11 @@ class Collector:
             return answer.result()
         finally:
             answer.cancel()
+
+
+def without_contrast(group: Sequence[Scored]) -> list[Scored]:
+    """The group, dropped because its rollouts are all alike."""
+    return [replace(s, episode=replace(s.episode, dropped=s.episode.dropped or DropReason.NO_CONTRAST)) for s in group]
 
 
 def warn_of_failed_rules(rollouts: Sequence[Scored]) -> None:
@@ -405,10 +390,7 @@ class Experience:
             complete = list(islice(compared, len(group)))
             group_has_contrast = self._has_contrast([scored.episode for scored in complete])
             if len(self._replaced) < self._refill and not group_has_contrast:
-                self._replaced[name] = [
-                    replace(s, episode=replace(s.episode, dropped=s.episode.dropped or DropReason.NO_CONTRAST))
-                    for s in complete
-                ]
+                self._replaced[name] = without_contrast(complete)
                 continue
             self._complete[name] = complete
             self._buffer.add([scored.episode for scored in complete])

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,13 @@ from agl_core.errors import AglError, ConfigError, EngineError, last_frames
 from agl_core.health.alarms import StallWatch, alarm_of_failures, alarms_on, common_failure
 from agl_core.health.rollouts import health_of
 from agl_core.health.table import Alarm, AlarmName
-from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule
+from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource, Upstream
 from agl_core.server import LightningServer
 from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
-from agl_core.training.recorded import HeldOutReplies, RecordedQueue, Recordings
-from agl_core.training.rollouts import Collector, Queue, group_of, scoring_rules
+from agl_core.training.recorded import HeldOutReplies, Recordings
+from agl_core.training.rollouts import Collector, group_of, scoring_rules
 from agl_core.types import Ending, Episode, Mode, Rollout, Run
 from agl_core.wire import SERVER_FILE
 from agl_core.worker.agent import agent_environment, client_variables
@@ -90,7 +90,6 @@ async def open_session(
     config = loaded.config
     # Errors in tasks, rules or the agent are raised before an engine is started, which takes long.
     tasks, rules = task_sources(loaded), scoring_rules(loaded)
-    source = tasks["train"]
     runner = None
     if config.workers.processes != 0 and config.agent is not None:
         with agent_environment(client_variables(server.base_url)):
@@ -128,30 +127,17 @@ async def open_session(
             if workers is not None and not workers.alive:
                 raise EngineError("The workers stopped unexpectedly; see the log above. The run can be resumed.")
 
-        def collector(queue: Queue, rules: Sequence[ScoringRule]) -> Collector:
-            hook = loaded.plugins.hook
-            return Collector(server.store, queue, rules, config.train.endings, hook, check_health, stall)
-
-        of_agent = of_training = collector(server.queue, rules)
+        endings, hook = config.train.endings, loaded.plugins.hook
+        collector = Collector(server.store, server.queue, rules, endings, hook, check_health, stall)
         held_out = {name: tasks[name] for name in tasks if name != "train"}
         replies = [
-            HeldOutReplies(
-                name, Recordings(of_set, config, engine, imitated=True), loaded, engine, upstream.context_length
-            )
+            HeldOutReplies(name, Recordings(of_set, config, engine, imitated=True), upstream.context_length)
             for name, of_set in held_out.items()
             if isinstance(of_set, RecordedTasks)
         ]
         of_rollouts = {name: of_set for name, of_set in held_out.items() if not isinstance(of_set, RecordedTasks)}
-        evaluator = Evaluator(of_agent, of_rollouts, config.eval, run.id, run.restart, observer, replies)
-        if isinstance(source, RecordedTasks):
-            queue = RecordedQueue(
-                Recordings(source, config, engine, imitated=loaded.imitates, on_texts=loaded.trains_on_texts),
-                config.seed,
-                server.store,
-            )
-            is_scored = bool(config.rewards) and not loaded.imitates and not source.has_preferences
-            of_training = collector(queue, rules if is_scored else [ScoringRule("recorded", queue.reward)])
-        yield Session(server, run.id, run.restart, engine, upstream, workers, of_training, evaluator, tasks, stall)
+        evaluator = Evaluator(collector, of_rollouts, config.eval, run.id, run.restart, observer, replies)
+        yield Session(server, run.id, run.restart, engine, upstream, workers, collector, evaluator, tasks, stall)
 
 
 async def _stop(starting: asyncio.Task[WorkerProcesses | WorkerThread]) -> None:
@@ -220,6 +206,8 @@ def check_agent(config: RunConfig, sources: Mapping[str, TaskSource], *, imitate
     source = sources["train"]
     if not isinstance(source, RecordedTasks):
         return
+    if config.buffer.name != "fifo":
+        raise ConfigError("[buffer]: recorded groups are drawn as they are, without a buffer. Leave [buffer] out.")
     least = 1 if imitates else min(config.train.min_group_size, config.train.group_size)
     if all(source.members(index) < least for index in range(source.size)):
         raise ConfigError(

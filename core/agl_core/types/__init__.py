@@ -2,8 +2,6 @@
 
 from agl_core.types.episodes import Batch as Batch
 from agl_core.types.episodes import Episode as Episode
-from agl_core.types.episodes import RecordedReply as RecordedReply
-from agl_core.types.episodes import TokenizedReply as TokenizedReply
 from agl_core.types.episodes import Transition as Transition
 from agl_core.types.episodes import are_equal as are_equal
 from agl_core.types.episodes import discounted_returns as discounted_returns
@@ -43,3 +41,4 @@ from agl_core.types.records import Tokens as Tokens
 from agl_core.types.records import ToolResult as ToolResult
 from agl_core.types.records import TrainingRecord as TrainingRecord
 from agl_core.types.records import TransitionKey as TransitionKey
+from agl_core.types.records import derived as derived

@@ -17,7 +17,7 @@ conserves is stated for calls with one choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -229,22 +229,3 @@ class Batch:
     def response_lengths_N(self) -> NDArray[np.int64]:
         lengths: NDArray[np.int64] = np.diff(self.response_offsets)
         return lengths
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RecordedReply:
-    """A reply that was recorded as text, and what it was a reply to."""
-
-    messages: Sequence[Mapping[str, Json]]
-    tools: Sequence[Mapping[str, Json]]
-    response: Mapping[str, Json]
-    is_complete: bool = True
-    """True if it ended by itself, so that an end token belongs to it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenizedReply:
-    """The token ids that a policy's tokenizer and chat template make of a reply."""
-
-    prompt_ids: Tokens
-    response_ids: Tokens

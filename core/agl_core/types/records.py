@@ -6,8 +6,9 @@ Everything that happens is stored as one of these, and training is computed from
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ Json = Any
 """Any JSON value: None, bool, int, float, str, list or dict of these."""
 Time = float
 """Unix seconds."""
+
+Derived = TypeVar("Derived")
 
 Tokens = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
@@ -313,14 +316,31 @@ class TrainingRecord:
         return TransitionKey(self.rollout, self.attempt, self.call, self.choice)
 
 
+def derived(kind: type[Derived], *sources: object, **own: Any) -> Derived:
+    """A record of this kind: the fields that the sources have under the same names, and its own."""
+    shared = {name: getattr(source, name) for source in sources for name in _shared_fields(kind, type(source))}
+    return kind(**(shared | own))
+
+
+@cache
+def _shared_fields(*kinds: Any) -> frozenset[str]:
+    return frozenset.intersection(*(frozenset(field.name for field in fields(kind)) for kind in kinds))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedRollout:
-    """A rollout of another run, with what was recorded of its counted attempt."""
+    """A rollout with what was recorded of one attempt at it."""
 
     rollout: Rollout
     attempt: Attempt
     calls: Sequence[Call]
     tool_results: Sequence[ToolResult]
     rewards: Sequence[Reward]
-    terminal: float | None
-    """Its terminal reward in that run; None without one."""
+    annotations: Sequence[Annotation] = ()
+    terminal: float | None = None
+    """Its terminal reward in the run that it is of; None without one."""
+
+    @property
+    def records(self) -> Sequence[Any]:
+        """All of it, as a store keeps it."""
+        return [self.rollout, self.attempt, *self.calls, *self.tool_results, *self.rewards, *self.annotations]

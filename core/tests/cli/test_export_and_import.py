@@ -20,8 +20,8 @@ import agl_core
 from agl_core.errors import EpisodesError, StoreError
 from agl_core.learning.transitions import build_episode
 from agl_core.reading.export import Format, export_run
-from agl_core.reading.importing import import_file
-from agl_core.reading.rollouts import read_recorded, recorded_groups
+from agl_core.reading.importing import IMPORTED, RecordedFile, import_file
+from agl_core.reading.rollouts import RecordedRun, groups_of
 from agl_core.testing import episodes as make
 from agl_core.types import (
     Call,
@@ -70,6 +70,7 @@ def test_parquet_has_what_was_recorded_for_pandas_and_datasets(trained: Any) -> 
     assert (row["run"], row["step"], row["agent"], row["split"], row["mode"]) == ("calc", 1, "solver", "train", "train")
     assert json.loads(row["messages"]) == [{"role": "user", "content": "6 * 7"}]
     assert (row["prompt_ids"], row["response_ids"], row["logprobs"]) == ([1, 2, 3], [7, 8], [-0.5, -0.5])
+    assert (row["state"], row["finish_reason"]) == (None, "stop")
     assert (row["reward"], row["terminal_reward"], row["credit"], row["weight"]) == (-0.25, 0.0, -0.25, 1.0)
     assert [result["status"] for result in json.loads(row["tool_results"])] == ["error"]
     episode = next(r for r in tables["episodes"] if r["rollout"] == "s1-g0-m1")
@@ -213,7 +214,7 @@ def test_what_cannot_be_exported_leaves_nothing(trained: Any, monkeypatch: pytes
     assert "no folder nowhere" in str(refused(out="nowhere/out"))
     for to in Format:
         assert "6 not what the filters ask for" in str(refused("--split", "nowhere", to=to))
-    monkeypatch.setattr("agl_core.reading.export._Parquet.write", lambda *_: 1 / 0)
+    monkeypatch.setattr("agl_core.reading.export._cell", lambda *_: 1 / 0)
     assert isinstance(refused(), ZeroDivisionError)
     connection = sqlite3.connect(trained.store)
     connection.execute("PRAGMA user_version = 999")
@@ -319,14 +320,16 @@ TOLD = [
 
 
 def read(file: Path) -> list[RecordedRollout]:
-    """The rollouts of a file, all of one task."""
-    imported = import_file(file, "read", file.parent / "read").run
-
-    async def rollouts() -> list[RecordedRollout]:
-        [group] = await recorded_groups(imported)
-        return await read_recorded(imported, group)
-
-    return asyncio.run(rollouts())
+    """The rollouts of a file, all of one task, as training reads them: like those of the run that is made of it."""
+    in_file, in_run = RecordedFile(file), RecordedRun(import_file(file, IMPORTED, file.parent / "read").run)
+    [group], [of_run] = groups_of(in_file.rollouts), groups_of(in_run.rollouts)
+    read, imported = asyncio.run(in_file.read(group)), asyncio.run(in_run.read(of_run))
+    assert in_file.has_preferences == in_run.has_preferences
+    for one, other in zip(read, imported, strict=True):
+        assert replace(one.rollout, id="", run="") == replace(other.rollout, id="", run="")
+        assert one.terminal == other.terminal
+        assert [call.request for call in one.calls] == [call.request for call in other.calls]
+    return read
 
 
 @pytest.mark.parametrize(
@@ -391,7 +394,7 @@ def test_what_is_no_file_of_conversations(run: Any) -> None:
     for no_file in ("nowhere.jsonl", "weights"):
         assert "is no file" in str(run.agl("import", no_file).exception)
     (run.folder / "binary").write_bytes(bytes(range(256)))
-    assert "line 1: " in str(run.agl("import", "binary").exception)
+    assert "line 2: byte 118 of the line is 0x80, which is not UTF-8" in str(run.agl("import", "binary").exception)
     assert runs(run) == {"calc"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 from agl_core.cli import app
 from agl_core.errors import StoreError
+from agl_core.reading.rollouts import Query, list_rollouts
 from agl_core.types import Mode, Reward
 
 LONG = "why " * 60
@@ -141,6 +143,13 @@ def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:
         ("s1-g0-m2", "finished", False)
     ]
     assert "s1-g0-m2" in [rollout["id"] for rollout in filtered]
+    run.put(*run.trained(2, "m0"), *run.trained(2, "m1"))
+    texts = ["6 * 7", "LOOK({", 'look({"', "42", "4 2", "nowhere", "é", "None", "7"]
+    every = asyncio.run(list_rollouts(run.store.parent, Query(), 99))
+    for text in texts:
+        wanted = [report.entry.rollout.id for report in every if Query(text=text).takes_calls(report)]
+        found = json.loads(piped("rollouts", "runs/calc", f"--text={text}", "--json"))
+        assert [rollout["id"] for rollout in found] == wanted, f"{text}: what the store leaves out has it nowhere"
     assert none == [[], []]
     assert {reward["name"]: reward["value"] for reward in listed[0]["rewards"]} == {"right": 1.0, "look": -0.25}
     [attempt] = shown["attempts"]

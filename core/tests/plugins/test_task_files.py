@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def test_a_date_is_its_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_rows_with_one_id(kind: str, tmp_path: Path) -> None:
     write(kind, tmp_path, [ROWS[0], ROWS[0]])
-    with pytest.raises(ConfigError, match=r"(row |:)2: the id 'a' is also that of .*(row |:)1\."):
+    with pytest.raises(ConfigError, match=r"(row|line) 2: the id 'a' is also that of .*(row|line) 1\."):
         source(kind, tmp_path, columns=COLUMNS)
 
 
@@ -116,22 +117,27 @@ def test_blank_lines_windows_line_ends_and_a_byte_order_mark_are_skipped(tmp_pat
     assert [tasks.task(index) for index in range(tasks.size or 0)] == [Task("1", "é"), Task("3", {"x": [1]})]
 
 
+def test_an_array_and_what_gzip_compressed_are_read_too(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_bytes(gzip.compress(json.dumps([{"input": "x"}, {"input": "y"}]).encode()))
+    assert source("jsonl", tmp_path).task(1) == Task("2", "y")
+
+
 @pytest.mark.parametrize(
     ("kind", "content", "problem"),
     [
         ("jsonl", b"\n \n", "tasks.jsonl has no tasks"),
-        ("jsonl", b'{"input": 1}\n{"input": ', "tasks.jsonl:2: not a JSON object"),
-        ("jsonl", b'\n{"input": NaN}', "tasks.jsonl:2: not a JSON object"),
-        ("jsonl", b"[1]", "tasks.jsonl:1: must be a JSON object, not list"),
-        ("jsonl", b'{"input": 1, "id": "2"}\n{"input": 2}', "tasks.jsonl:2: the id '2' is also that of"),
-        ("jsonl", b'{"input": 1, "id": {}}', "tasks.jsonl:1: 'id' must be a text or an integer"),
-        ("jsonl", b'{"input": 1}\n{"input": "caf\xe9"}', r"tasks.jsonl:2: byte 15 of the line is 0xe9.*iconv"),
+        ("jsonl", b'{"input": 1}\n{"input": ', "tasks.jsonl, line 2: not a JSON object"),
+        ("jsonl", b'\n{"input": NaN}', "tasks.jsonl, line 2: not a JSON object"),
+        ("jsonl", b"[1]", "tasks.jsonl, item 1: must be a JSON object, not int"),
+        ("jsonl", b'{"input": 1, "id": "2"}\n{"input": 2}', "tasks.jsonl, line 2: the id '2' is also that of"),
+        ("jsonl", b'{"input": 1, "id": {}}', "tasks.jsonl, line 1: 'id' must be a text or an integer"),
+        ("jsonl", b'{"input": 1}\n{"input": "caf\xe9"}', r"tasks.jsonl, line 2: byte 15 of the line is 0xe9.*iconv"),
         ("jsonl", None, "do not exist. Paths are relative to the configuration file"),
         ("csv", b"input,id\n", "has no tasks"),
         ("csv", b"", "has no tasks"),
         ("csv", b"input,id\nx\n", "row 1: has more or fewer values"),
         ("csv", b"input\nx,y\n", "row 1: has more or fewer values"),
-        ("csv", b"input\n\xff\xfe\n", "tasks.csv:2: byte 1 of the line is 0xff, which is not UTF-8"),
+        ("csv", b"input\n\xff\xfe\n", "tasks.csv, line 2: byte 1 of the line is 0xff, which is not UTF-8"),
         ("parquet", b"input\n", "cannot be loaded"),
         ("parquet", None, "cannot be loaded"),
     ],

@@ -410,7 +410,7 @@ def test_a_line_that_is_no_episode_is_named(line: str, problem: str, tmp_path: P
     with pytest.raises(EpisodesError) as raised:
         agl_core.load_episodes(path)
 
-    assert str(raised.value).startswith(f"Line 3 of {path} is no episode: ")
+    assert str(raised.value).startswith(f"{path}, line 3, is no episode: ")
     assert problem in str(raised.value)
 
 

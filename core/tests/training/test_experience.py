@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core import kinds
-from agl_core.builtin.buffers import Fifo
+from agl_core.builtin import Fifo
 from agl_core.builtin.credit import identical
 from agl_core.errors import PluginError
 from agl_core.learning.batch import BatchPlan, PolicyCredit, StepBatches, make_batches, staleness

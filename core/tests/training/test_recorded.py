@@ -20,26 +20,23 @@ from agl_core.builtin.tasks import Recorded, RecordedOptions
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, EpisodesError
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
-from agl_core.learning.rewards import ScoringRule
-from agl_core.protocols import ResponseScores
+from agl_core.protocols import DrawContext, ResponseScores
 from agl_core.testing import episodes as make
-from agl_core.training.metrics import Observer
-from agl_core.training.recorded import HeldOutReplies, RecordedQueue, Recordings
+from agl_core.training.recorded import HeldOutReplies, RecordedGroups, Recordings
 from agl_core.training.rollouts import Collector, TrainingPlan
 from agl_core.training.session import check_agent
 from agl_core.types import (
     Batch,
+    Call,
+    Choice,
     CreditKind,
     DropReason,
     Ending,
-    Episode,
     Mode,
-    RecordedReply,
     Reward,
     RolloutState,
     Run,
     Sampling,
-    TokenizedReply,
 )
 
 from .scripted_training import CountingEngine
@@ -57,12 +54,18 @@ class Tokenizing(CountingEngine):
         super().__init__()
         self._prompt = np.array(prompt, np.int32)
 
-    async def tokenize(self, policy: str, replies: Sequence[RecordedReply]) -> list[TokenizedReply | None]:
+    async def tokenize(self, policy: str, calls: Sequence[Call]) -> list[Call]:
+        def ids(choice: Choice) -> Any:
+            text = str(choice.message["content"])
+            return None if text == "unwritable" else np.array([*map(ord, text)], np.int32)
+
         return [
-            None
-            if reply.response["content"] == "unwritable"
-            else TokenizedReply(self._prompt, np.array([*map(ord, str(reply.response["content"]))], np.int32))
-            for reply in replies
+            replace(
+                call,
+                prompt_ids=None if ids(call.choices[0]) is None else self._prompt,
+                choices=tuple(replace(choice, response_ids=ids(choice), logprobs=None) for choice in call.choices),
+            )
+            for call in calls
         ]
 
 
@@ -114,21 +117,24 @@ def record_run(
 class Taken:
     """The first group that training takes of a recorded run."""
 
-    def __init__(self, folder: Path, engine: Any = None, chosen: RunConfig | None = None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, engine: Any = None, chosen: RunConfig | None = None, refill: int = 0, **options: Any
+    ) -> None:
         source = Recorded(RecordedOptions(run=folder, **options), Path(), 0)
         self.store, self.without_logprobs = MemoryStore(), source.without_logprobs
-        recordings = Recordings(source, chosen or config(), engine or Tokenizing())
-        queue = RecordedQueue(recordings, 0, self.store)
-        rules = [ScoringRule("recorded", queue.reward)]
+        loaded: Any = SimpleNamespace(
+            config=chosen or config(train={"refill": refill}), imitates=False, trains_on_texts=False
+        )
         hook: Any = type("Hook", (), {"episode_built": staticmethod(lambda episode: episode)})
-        collector = Collector(self.store, queue, rules, dict.fromkeys(Ending, "score"), hook, lambda: None)
-        self.group = TrainingPlan(source, "new", 0, seed=0, groups_per_step=1, group_size=99).group(0)
-
-        async def collect() -> list[Episode]:
-            with Observer().phase("rollouts", 1) as phase:
-                return await collector.collect([self.group], phase)
-
-        self.episodes = asyncio.run(collect())
+        queue: Any = None
+        collector = Collector(self.store, queue, (), dict.fromkeys(Ending, "score"), hook, lambda: None)
+        plan = TrainingPlan(source, "new", 0, seed=0, groups_per_step=1, group_size=99)
+        contrasts = iter((False, False, True))
+        self.groups = RecordedGroups(
+            loaded, source, engine or Tokenizing(), collector, plan, lambda group: next(contrasts)
+        )
+        self.drawn = asyncio.run(self.groups.draw(1, DrawContext(1, 0, {}, 0, 1), lambda share, note: None))
+        self.episodes = self.drawn.new
 
     @property
     def batch(self) -> Batch:
@@ -166,6 +172,16 @@ def test_rollouts_of_training_come_along_with_ids_log_probabilities_and_rewards(
         make.rollout("r").task.input, "five", "solver"
     )  # fmt: skip
     assert first.transitions[0].messages == (USER,)
+
+
+def test_groups_with_nothing_to_compare_are_replaced_by_the_next_ones(tmp_path: Path) -> None:
+    record_run(tmp_path / "old")
+
+    taken = Taken(tmp_path / "old", refill=2)
+
+    assert [group[0].group for group in taken.drawn.groups] == ["s1-g0", "s2-g0", "s3-g0"]
+    assert [episode.dropped for episode in taken.drawn.new] == [DropReason.NO_CONTRAST] * 4 + [None] * 2
+    assert (taken.groups.begun, taken.drawn.metrics) == (3, {"groups/replaced": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -248,8 +264,7 @@ async def measured(folder: Path, **train: Any) -> dict[str, float]:
     """The scores of a recorded held-out set."""
     chosen = config(train={"agents": ["*"], **train})
     recordings = Recordings(Recorded(RecordedOptions(run=folder), Path(), 0), chosen, Scoring(), imitated=True)
-    loaded: Any = SimpleNamespace(config=chosen)
-    return await HeldOutReplies("eval", recordings, loaded, Scoring(), 2000).measure()
+    return await HeldOutReplies("eval", recordings, 2000).measure()
 
 
 def test_of_held_out_replies_the_loss_and_the_accuracy_are_measured(tmp_path: Path) -> None:
@@ -269,8 +284,8 @@ def test_what_is_imitated_has_no_log_probabilities_and_the_temperature_of_this_r
     source = Recorded(RecordedOptions(run=tmp_path / "old"), Path(), 0)
     recordings = Recordings(source, config(sampling={"temperature": 0.5}), Tokenizing([9, 9]), imitated=True)
 
-    [recorded] = asyncio.run(source.recorded([(0, 0)]))
-    [own] = asyncio.run(recordings.adopt([(recorded, make.rollout("mine"))]))
+    [[recorded]] = asyncio.run(source.groups([0]))
+    own = asyncio.run(recordings.adopt(recorded, make.rollout("mine")))
 
     [call] = own.calls
     assert (call.rollout, call.effective.temperature, call.choices[0].logprobs) == ("mine", 0.5, None)
@@ -286,7 +301,8 @@ def test_several_runs_and_files_are_one_source(tmp_path: Path) -> None:
     source = Recorded(RecordedOptions(run=(tmp_path / "first", Path("second.jsonl"))), tmp_path, 0)
 
     assert [source.members(index) for index in range(source.size)] == [2, 1]
-    last, first = asyncio.run(source.recorded([(1, 0), (0, 1)]))
+    [[last], [_, first], [again]] = asyncio.run(source.groups([1, 0, 1]))
+    assert again.rollout == last.rollout
     assert (last.terminal, last.calls[0].choices[0].message["content"]) == (0.5, "four")
     assert first.rollout.member == 1
     (tmp_path / "second.jsonl").write_text("[]")
@@ -304,6 +320,8 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path: P
     with pytest.raises(ConfigError, match=r"no recorded task has 2 rollouts .*train.group_size = 1"):
         check_agent(config(), {"train": source})
     check_agent(config(), {"train": source}, imitates=True)
+    with pytest.raises(ConfigError, match="without a buffer"):
+        check_agent(config(buffer={"name": "replay"}), {"train": source}, imitates=True)
     alone = {"train": {"group_size": 1}}
     check_agent(config(**alone), {"train": source})
     fresh: Any = type("Fresh", (), {"size": 1, "task": None})()

@@ -14,7 +14,7 @@ import numpy as np
 import tomli_w
 
 from agl_core import kinds
-from agl_core.builtin.buffers import Fifo
+from agl_core.builtin import Fifo
 from agl_core.builtin.credit import identical
 from agl_core.config.models import RunConfig
 from agl_core.config.resolve import Chosen, PolicyPlan

@@ -1,0 +1,118 @@
+"""Rows of files and data sets, each with its place: the one reader of tasks and of what was recorded elsewhere."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from agl_core.errors import EpisodesError
+from agl_core.types import Episode
+from agl_core.types.forms import from_json
+
+
+def is_recording(path: Path) -> bool:
+    """True for a file, and for the folder of a saved Hugging Face dataset."""
+    return path.is_file() or any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def read_rows(path: Path, *, is_csv: bool | None = None) -> Iterator[tuple[str, Any]]:
+    """The rows of JSON Lines, a JSON array or CSV (by its suffix, unless `is_csv` says it), each perhaps compressed by
+    gzip; of Parquet; or of a saved Hugging Face dataset. Each has its place: `line 3`, `row 3` or `item 3`.
+
+    A row of JSON Lines is the text of its line. EpisodesError if the file cannot be read at all.
+    """
+    try:
+        if path.is_dir() or path.suffix == ".parquet":
+            yield from _dataset_rows(path)
+            return
+        with path.open("rb") as raw, gzip.GzipFile(fileobj=raw) if raw.peek(2).startswith(b"\x1f\x8b") else raw as file:
+            if is_csv or (is_csv is None and ".csv" in (path.suffix, path.with_suffix("").suffix)):
+                yield from _csv_rows(path, file)
+                return
+            lines: Iterable[bytes] = file
+            if file.peek(1 << 10).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+                whole = file.read()
+                try:
+                    yield from ((f"item {n}", item) for n, item in enumerate(json.loads(whole), 1))
+                    return
+                except ValueError:
+                    lines = io.BytesIO(whole)
+            for number, line in enumerate(_texts(path, lines), 1):
+                if not line.isspace():
+                    yield f"line {number}", line
+    except EpisodesError:
+        raise
+    except (OSError, EOFError, zlib.error, csv.Error, ValueError) as error:
+        raise EpisodesError(f"{path} cannot be read: {error}.") from error
+
+
+def load_dataset(path: Path, name: str, subset: str | None = None, split: str | None = None) -> Any:
+    """The Parquet file, saved dataset or folder of tables at a path, else what the Hugging Face hub has by this name.
+
+    Without `split`, a saved one may have several. ValueError says why it cannot be loaded.
+    """
+    import datasets
+
+    try:
+        if path.suffix == ".parquet":
+            return datasets.Dataset.from_parquet(str(path), keep_in_memory=True)
+        if path.is_dir() and is_recording(path):
+            saved = datasets.load_from_disk(path)
+            return saved[split] if split is not None and isinstance(saved, datasets.DatasetDict) else saved
+        return datasets.load_dataset(str(path) if path.exists() else name, subset, split=split)
+    except Exception as error:  # Its class depends on the kind of dataset.
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _dataset_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Rows of several splits say which one is theirs."""
+    dataset = load_dataset(path, str(path))
+    if isinstance(dataset, dict):
+        for split, rows in dataset.items():
+            yield from ((f"{split}, row {n}", {"split": split, **row}) for n, row in enumerate(rows, 1))
+    else:
+        yield from ((f"row {n}", row) for n, row in enumerate(dataset, 1))
+
+
+def _csv_rows(path: Path, file: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
+    """Rows as the header names their values, which are texts."""
+    for number, row in enumerate(csv.DictReader(_texts(path, file), strict=True), 1):
+        if None in row or None in row.values():
+            raise EpisodesError(f"{path}, row {number}: has more or fewer values than the header has columns.")
+        yield f"row {number}", row
+
+
+def _texts(path: Path, lines: Iterable[bytes]) -> Iterator[str]:
+    """The lines as text. EpisodesError names a byte that is none."""
+    for number, line in enumerate(lines, 1):
+        try:
+            yield line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").decode()
+        except UnicodeDecodeError as error:
+            raise EpisodesError(
+                f"{path}, line {number}: byte {error.start + 1} of the line is 0x{line[error.start]:02x}, which is not "
+                f"UTF-8. Save the file as UTF-8, for instance: iconv -f WINDOWS-1252 -t UTF-8 {path.name} > "
+                f"utf8-{path.name}"
+            ) from None
+
+
+def load_episodes(path: str | os.PathLike[str]) -> list[Episode]:
+    """The episodes that `save_episodes` wrote. EpisodesError names a line that is not an episode.
+
+    episodes = agl_core.load_episodes("episodes.jsonl")
+    """
+    episodes = []
+    for place, row in read_rows(Path(path), is_csv=False):
+        try:
+            episodes.append(from_json(Episode, json.loads(row) if isinstance(row, str) else row))
+        except ValueError as error:
+            raise EpisodesError(
+                f"{path}, {place}, is no episode: {error}. Write it with agl_core.save_episodes, one a line."
+            ) from error
+    return episodes
