@@ -33,7 +33,7 @@ from agl_core.server.keys import ActiveAttempt
 from agl_core.server.listening import read_body
 from agl_core.store.interface import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
-from agl_core.types.forms import parse_json
+from agl_core.types.forms import count_values, parse_json
 from agl_otel.spans import SeenSpan, Span, SpanTree, see
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,8 @@ class SpanIntake:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in (_JSON, _PROTOBUF):
             raise ApiError(415, f"Content-Type {kind!r} is not known here: send {_PROTOBUF} or {_JSON}.")
-        body = await read_body(request, attempt=attempt.key, is_json=kind == _JSON)
+        counting = count_values if kind == _JSON else None
+        body = await read_body(request, attempt=attempt.key, count_values=counting)
         async with self._decoding:  # One at a time: a span of many small values takes thirty times its bytes.
             spans, refused = await asyncio.to_thread(_decoded, body, kind)
         if spans and (reason := await self._take(attempt, spans)):

@@ -318,7 +318,10 @@ class TrainingRecord:
 
 def derived(kind: type[Derived], *sources: object, **own: Any) -> Derived:
     """A record of this kind: the fields that the sources have under the same names, and its own."""
-    shared = {name: getattr(source, name) for source in sources for name in _shared_fields(kind, type(source))}
+    shared: dict[str, Any] = {}
+    for source in sources:
+        names = _shared_fields(kind, type(source))  # type: ignore[arg-type]  # mypy takes no class as hashable
+        shared |= {name: getattr(source, name) for name in names}
     return kind(**(shared | own))
 
 
