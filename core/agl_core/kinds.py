@@ -36,9 +36,7 @@ class Capability(StrEnum):
     """Recorded rollouts as the tasks of training, whose replies are imitated: neither rewards nor the log-probabilities
     that they were sampled with are needed. A task source provides them."""
     GROUPS = "groups"
-    """Several rollouts of each task, to compare. The run's settings provide these three."""
-    REPLAY = "replay"
-    """Training on what earlier weights sampled: staleness must be allowed, and corrected by importance weights."""
+    """Several rollouts of each task, to compare. The run's settings provide these two."""
     UNIT_TEMPERATURE = "temperature 1"
     """Tokens that were sampled at temperature 1, because a server that gives log-probabilities gives those at 1."""
     NAMED_REWARDS = "named rewards"

@@ -101,42 +101,15 @@ class KeepingTracker(Tracker, Protocol):
         """
 
 
-@dataclass(frozen=True)
-class DrawContext:
-    """The update that asks a buffer for groups."""
-
-    step: int
-    seed: int
-    """The run's; with `step` it seeds whatever is random, so that a resumed run draws alike."""
-    versions: Mapping[str, int]
-    """Those that the update begins with, by policy."""
-    max_staleness: int
-    """Episodes older than that would be dropped (`BatchPlan.drop_reason` in `agl_core.learning.batch`)."""
-    min_group_size: int
-    """Groups with fewer episodes left would be dropped."""
-
-
-@dataclass(frozen=True)
-class DrawnGroup:
-    """A group for one update."""
-
-    episodes: Sequence[Episode]
-    weight: float = 1.0
-    """Multiplies the share of each of its transitions in the loss; at least 0."""
-
-
 class Buffer(Protocol):
     """Where complete groups wait for an update, and which of them it gets.
 
     A run that is resumed begins with an empty one: the groups that were pending are rolled out again.
     """
 
-    def __len__(self) -> int:
-        """How many groups it holds, those included that it has given out and may give out again."""
-
     @property
     def pending(self) -> Collection[str]:
-        """The names of the groups that it holds, has never given out, and may still give out.
+        """The names of the groups that it may still give out.
 
         They count as in flight: while there are as many as the run may have, no new group is begun.
         """
@@ -144,8 +117,8 @@ class Buffer(Protocol):
     def add(self, group: Sequence[Episode]) -> None:
         """All rollouts of a group are done; its episodes have their rewards, in the order of the members."""
 
-    def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
-        """The groups of one update: `count` new ones, and any that earlier updates had; each once.
+    def draw(self, count: int) -> list[Sequence[Episode]] | None:
+        """The groups of one update, `count` as a rule, which no other update gets.
 
         None as long as it has too few; asked again after every `add`.
         """

@@ -127,9 +127,9 @@ def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
     assert (sums.size, sums.task(2).input, sums.task(2).metadata) == (3, "2 + 2 = ?", {"result": "4"})
     unequal = built(kinds.BUFFER, "unequal")
     unequal.add([short, replace(short, member=1)])
-    assert len(unequal) == 0
+    assert unequal.pending == []
     unequal.add([short, long])
-    assert len(unequal) == 1
+    assert unequal.pending == [short.group]
     asyncio.run(
         _try_engine(built(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")})))
     )

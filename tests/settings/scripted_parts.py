@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ import agl_core
 from agl_core import Capability, kinds
 from agl_core.builtin import Fifo
 from agl_core.kinds import NoOptions, Register
-from agl_core.protocols import DrawContext, DrawnGroup, Engine, EngineContext, Progress, UpdateResult, Upstream
+from agl_core.protocols import Engine, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import Batch, Task
+from agl_core.types import Batch, Episode, Task
 
 SEEN = "seen.json"
 """The file that the engine writes into the run's folder when it is stopped."""
@@ -78,8 +78,8 @@ class ScriptedEngine(Engine):
 class Half(Fifo):
     """Trains on the first half of what it has."""
 
-    def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
-        drawn = super().draw(count, context)
+    def draw(self, count: int) -> list[Sequence[Episode]] | None:
+        drawn = super().draw(count)
         return drawn and drawn[: count // 2]
 
 

@@ -257,7 +257,7 @@ def token_weights(samples: Samples, aggregation: Aggregation) -> Tensor:
     (arXiv 2503.14476, equation 8) divides by the tokens of each question's answers and takes the mean over questions;
     "token-mean" divides by the tokens of the whole batch, as veRL and TRL do, so a group of long answers weighs more.
 
-    Corrections (`Batch.weight_N`, for instance of replayed experience) are not in them: `agl_algorithms.prepared`
+    Corrections (`Batch.weight_N`, for instance of a user with many sessions) are not in them: `agl_algorithms.prepared`
     multiplies these in afterwards, so that the share that a correction takes from one transition goes to no other.
     """
     tokens_N = samples.sums(samples.mask_R)

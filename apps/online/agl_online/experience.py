@@ -83,8 +83,7 @@ class SessionExperience:
         return replace(
             tasks,
             groups=[*tasks.groups, *([scored.episode] for scored in ended)],
-            weights=[*tasks.weights, *weights, *(1.0 for _ in unusable)],
-            new=[*tasks.new, *(scored.episode for scored in ended)],
+            weights=[*(1.0 for _ in tasks.groups), *weights, *(1.0 for _ in unusable)],
             rollouts=[*tasks.rollouts, *(scored.rollout for scored in ended)],
             metrics={**tasks.metrics, **metrics},
             note=f"{len(usable)} sessions {metrics.get('sessions/reward', math.nan):.3f}",

@@ -10,7 +10,6 @@ from agl_core.builtin.credit import discounted, identical, immediate, stepwise
 from agl_core.config.models import MixtureOptions
 from agl_core.hooks import hookimpl
 from agl_core.kinds import Capability, Register
-from agl_core.protocols import DrawContext, DrawnGroup
 from agl_core.types import Episode
 
 __all__ = ["Fifo", "discounted", "identical", "immediate", "register_components", "stepwise"]
@@ -27,9 +26,6 @@ class Fifo:
     def __init__(self) -> None:
         self._groups: deque[Sequence[Episode]] = deque()
 
-    def __len__(self) -> int:
-        return len(self._groups)
-
     @property
     def pending(self) -> list[str]:
         return [group[0].group for group in self._groups]
@@ -37,11 +33,11 @@ class Fifo:
     def add(self, group: Sequence[Episode]) -> None:
         self._groups.append(group)
 
-    def draw(self, count: int, context: DrawContext) -> list[DrawnGroup] | None:
+    def draw(self, count: int) -> list[Sequence[Episode]] | None:
         """The first `count` groups, or None if there are fewer."""
         if len(self._groups) < count:
             return None
-        return [DrawnGroup(self._groups.popleft()) for _ in range(count)]
+        return [self._groups.popleft() for _ in range(count)]
 
 
 @hookimpl

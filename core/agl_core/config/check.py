@@ -39,7 +39,7 @@ def check(loaded: LoadedConfig) -> None:
     """
     policies_of: dict[str, list[str]] = {}
     for policy, plan in loaded.policies.items():
-        for check_one in (_groups, _temperature, _time_axis, _tool_results, _engine, _replay, _demonstrations):
+        for check_one in (_groups, _temperature, _time_axis, _tool_results, _engine, _demonstrations):
             for problem in check_one(loaded, plan):
                 policies_of.setdefault(problem, []).append(policy)
     problems = [*_sizes(loaded), *(f"{_of(policies, loaded)}{text}" for text, policies in policies_of.items())]
@@ -180,21 +180,6 @@ def _engine(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
                     f"{chosen.label} needs {in_words}, which {engine.label} does not provide. {others}, or change the "
                     f"settings of the {chosen.component.kind}."
                 )
-
-
-def _replay(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
-    """Replayed groups were sampled by weights of some updates ago."""
-    for chosen in needing(loaded, plan, Capability.REPLAY):
-        if not loaded.config.asynchronous.max_staleness:
-            yield (
-                f"{chosen.label} trains again on what earlier weights sampled, but [async] max_staleness is 0, so all "
-                f"of it is too old. Set max_staleness to 1 or more (4 is usual)."
-            )
-        if not corrects_staleness(plan):
-            yield (
-                f"{chosen.label} trains again on what earlier weights sampled, but {plan.algorithm.label} does not "
-                f"correct that. Set its importance_cap (2 is usual)."
-            )
 
 
 def _demonstrations(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:

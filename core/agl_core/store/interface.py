@@ -108,7 +108,7 @@ class Store(Protocol):
         """The rewards of these attempts, with provenance."""
 
     async def training_records(self, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-        """The training records of these attempts' transitions; of one that was replayed, by each step."""
+        """The training records of these attempts' transitions."""
 
     async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
         """The annotations of these attempts, in the order in which they were recorded."""

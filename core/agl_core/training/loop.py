@@ -29,7 +29,7 @@ from agl_core.health.verdict import LOSS, check_patience, check_serving
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches
 from agl_core.learning.certificate import recomputed_in
 from agl_core.learning.evaluations import TaskScore
-from agl_core.protocols import Buffer, DrawContext, Progress, RecordedTasks, TaskSource, UpdateResult
+from agl_core.protocols import Buffer, Progress, RecordedTasks, TaskSource, UpdateResult
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.child import peak_rss_bytes
 from agl_core.training.metrics import Advance, MetricsLog, Observer, evaluation_line, step_line
@@ -162,10 +162,7 @@ class Trainer:
 
     async def _draw(self, step: int, advance: Advance) -> Drawn:
         """The groups of a step; waits until there are enough."""
-        config = self.loaded.config
-        staleness, least = config.asynchronous.max_staleness, self._plan.min_group_size
-        context = DrawContext(step, config.seed, self.session.versions, staleness, least)
-        return await self._experience.draw(config.train.steps - self.state.step, context, advance)
+        return await self._experience.draw(self.loaded.config.train.steps - self.state.step, advance)
 
     async def _learn(self, step: int, drawn: Drawn, started: float, before: Mapping[str, float]) -> None:
         """Credit, update and record. Once the weights move, the training records have to be stored.
@@ -179,8 +176,8 @@ class Trainer:
         results = await self._update(step, batches)
         updated = time.monotonic()
         records = await self._record(step, batches, results, drawn.rollouts)
-        alarms = alarms_on(drawn.new, self.on_rollouts)
-        failure = await alarm_of_failures(self.session.server.store, drawn.new)
+        alarms = alarms_on(drawn.episodes, self.on_rollouts)
+        failure = await alarm_of_failures(self.session.server.store, drawn.episodes)
         stats = await self._stats()
         metrics = {
             **self._metrics(drawn, batches, results, records),
@@ -272,7 +269,7 @@ class Trainer:
         dropped = sum(record.dropped is not None for record in records)
         idle = sum(record.dropped is None and record.advantage == 0 for record in records)
         before, self._hook_failures = self._hook_failures, self.loaded.plugins.hook.failures.total()
-        rewards = episode_metrics(drawn.new)
+        rewards = episode_metrics(drawn.episodes)
         if self.loaded.is_rewarded:
             rewards |= contrast_metrics(drawn.groups, self._plan)
         if self._is_judged:
@@ -320,7 +317,7 @@ class Trainer:
         await self.session.engine.save(part)
         self.saved_step = self.state.step
         folder = await asyncio.to_thread(self.checkpoints.commit, part, self.state)
-        await asyncio.to_thread(self.log.keep, self.state.step, self._latest.new)
+        await asyncio.to_thread(self.log.keep, self.state.step, self._latest.episodes)
         return folder
 
     def count_time(self) -> None:

@@ -19,7 +19,7 @@ from agl_core.learning.batch import NO_CREDIT, BatchPlan, filter_trainable, make
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, reported
 from agl_core.learning.tool_results import messages_of
 from agl_core.learning.transitions import episode_of
-from agl_core.protocols import DrawContext, Engine, RecordedTasks
+from agl_core.protocols import Engine, RecordedTasks
 from agl_core.training.metrics import Advance
 from agl_core.training.rollouts import (
     Collector,
@@ -153,7 +153,7 @@ class RecordedGroups:
         self._terminal: dict[str, float | None] = {}
         """The recorded rewards of the rollouts that are being scored."""
 
-    async def draw(self, updates_left: int, context: DrawContext, advance: Advance) -> Drawn:
+    async def draw(self, updates_left: int, advance: Advance) -> Drawn:
         """The groups of the next update; see `Experience.draw`."""
         missing, refill, groups = self._plan.groups_per_step, self._refill, list[list[Scored]]()
         while missing:
@@ -170,7 +170,6 @@ class RecordedGroups:
         warn_of_failed_rules(drawn)
         return Drawn(
             groups=[[scored.episode for scored in group] for group in groups],
-            new=[scored.episode for scored in drawn],
             rollouts=[scored.rollout for scored in drawn],
             metrics={"groups/replaced": float(self._refill - refill)},
         )

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -26,7 +26,7 @@ from agl_core.health.alarms import StallWatch
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, reported, score_all, score_groups
 from agl_core.learning.transitions import build_episode, episode_of
 from agl_core.plugins import RunHooks
-from agl_core.protocols import Buffer, DrawContext, DrawnGroup, RecordedTasks, TaskSource
+from agl_core.protocols import Buffer, RecordedTasks, TaskSource
 from agl_core.server.queue import RolloutQueue
 from agl_core.store.interface import Store
 from agl_core.training.metrics import Advance
@@ -239,13 +239,10 @@ class Drawn:
 
     groups: list[list[Episode]]
     weights: list[float] = field(default_factory=list)
-    """The weight of each group in the loss."""
-    new: list[Episode] = field(default_factory=list)
-    """The episodes of the groups that no earlier update had."""
+    """The weight of each group in the loss; none: all 1."""
     rollouts: list[Rollout] = field(default_factory=list)
-    """The rollouts of `new`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the step: groups that wait or are trained on again, among others."""
+    """Numbers of the step: groups that wait, among others."""
     note: str = ""
     """A remark for the line of the step."""
 
@@ -336,7 +333,7 @@ class Experience:
         """The positions of the groups that were begun and that no update has had."""
         return sorted([*self._again, *(self._position[name] for name in self._under_way)])
 
-    async def draw(self, updates_left: int, context: DrawContext, advance: Advance) -> Drawn:
+    async def draw(self, updates_left: int, advance: Advance) -> Drawn:
         """The groups of the next update, in the order of their plan; waits until enough are complete.
 
         No more groups are begun than `updates_left` (this one included) can use.
@@ -345,7 +342,7 @@ class Experience:
         most = min(self._in_flight, updates_left * self._per_update)
         arrived: list[Episode] = []
         await self._begin(most)
-        while (groups := self._buffer.draw(self._per_update, context)) is None:
+        while (groups := self._buffer.draw(self._per_update)) is None:
             arrived += await self._receive()
             advance(self._share_complete(), reward_note(arrived))
             await self._begin(most)
@@ -396,33 +393,30 @@ class Experience:
             self._buffer.add([scored.episode for scored in complete])
         return [scored.episode for scored in finished]
 
-    def _drawn(self, groups: Sequence[DrawnGroup], before: set[str]) -> Drawn:
-        by_name = {group.episodes[0].group: group for group in groups}
-        new = by_name.keys() & self._complete.keys()
-        if len(by_name) < len(groups) or not new:
-            what = "no new group" if not new else "a group twice"
+    def _drawn(self, groups: Sequence[Sequence[Episode]], before: set[str]) -> Drawn:
+        by_name = {group[0].group: group for group in groups}
+        again = Counter(group[0].group for group in groups) - Counter(self._complete.keys())
+        if again or not groups:
+            what = f"{', '.join(again)} again" if again else "no group"
             raise PluginError(
-                f"The buffer gave an update {what} ({', '.join(by_name) or 'it gave none'}). Fix its `draw`: each "
-                f"group once, at least one of them new (docs/plugins.md, Buffer)."
+                f"The buffer gave an update {what}. Fix its `draw`: a list with groups that no update has had, each "
+                f"once, or None if there are too few (docs/plugins.md, Buffer)."
             )
         replaced, self._replaced = self._replaced, {}
         self._complete |= replaced
-        by_name |= {name: DrawnGroup([scored.episode for scored in group]) for name, group in replaced.items()}
+        by_name |= {name: [scored.episode for scored in group] for name, group in replaced.items()}
         names = sorted(by_name, key=self._position.__getitem__)
-        first_time = [scored for name in names for scored in self._complete.pop(name, ())]
+        drawn = [scored for name in names for scored in self._complete.pop(name)]
         self._complete = {name: self._complete[name] for name in self._buffer.pending}
-        warn_of_failed_rules(first_time)
+        warn_of_failed_rules(drawn)
         return Drawn(
-            groups=[list(by_name[name].episodes) for name in names],
-            weights=[by_name[name].weight for name in names],
-            new=[scored.episode for scored in first_time],
-            rollouts=[scored.rollout for scored in first_time],
+            groups=[list(by_name[name]) for name in names],
+            rollouts=[scored.rollout for scored in drawn],
             metrics={
                 "groups/in_flight": float(len(self._under_way)),
                 "groups/carried_over": float(len(before & by_name.keys())),
                 "groups/replaced": float(len(replaced)),
-                "buffer/replayed": float(len(by_name) - len(new) - len(replaced)),
-                "buffer/size": float(len(self._buffer)),
+                "buffer/size": float(len(self._complete)),
             },
         )
 

@@ -209,7 +209,7 @@ class Batch:
     """The policy version that sampled each transition; -1 if unknown."""
     keys: tuple[TransitionKey, ...]
     weight_N: NDArray[np.float64]
-    """A factor of at least 0 on each transition's share in the loss (`agl_core.protocols.DrawnGroup`)."""
+    """A factor of at least 0 on each transition's share in the loss; 1 by default."""
     sampled_N: NDArray[np.bool_]
     """True if the log-probabilities are known. Where not, an engine takes the policy's own from
     before the update for them, so that importance weights are 1."""

@@ -20,7 +20,7 @@ from agl_core.health.alarms import StallWatch
 from agl_core.health.table import Alarm, AlarmName
 from agl_core.kinds import Component, NoOptions
 from agl_core.plugins import Plugins
-from agl_core.protocols import Buffer, DrawContext, Engine, Progress, TaskSource, UpdateResult
+from agl_core.protocols import Buffer, Engine, Progress, TaskSource, UpdateResult
 from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.loop import Evaluated, Trainer
@@ -74,11 +74,6 @@ def transition(rollout: str, turn: int, version: int | None, policy: str = "defa
     tokens, logprobs = np.arange(3, dtype=np.int32), np.full(3, -0.5, np.float32)
     ids = {"prompt_ids": tokens[:2], "response_ids": tokens, "logprobs": logprobs}
     return make.transition(turn, rollout=rollout, version=version, policy=policy, **ids)
-
-
-def moment(step: int = 1, seed: int = 0, version: int = 0, max_staleness: int = 4, at_least: int = 1) -> DrawContext:
-    """The context of a draw."""
-    return DrawContext(step, seed, {"default": version}, max_staleness, at_least)
 
 
 @dataclass

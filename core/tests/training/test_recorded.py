@@ -20,7 +20,7 @@ from agl_core.builtin.tasks import Recorded, RecordedOptions
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, EpisodesError
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
-from agl_core.protocols import DrawContext, ResponseScores
+from agl_core.protocols import ResponseScores
 from agl_core.testing import episodes as make
 from agl_core.training.recorded import HeldOutReplies, RecordedGroups, Recordings
 from agl_core.training.rollouts import Collector, TrainingPlan
@@ -133,8 +133,8 @@ class Taken:
         self.groups = RecordedGroups(
             loaded, source, engine or Tokenizing(), collector, plan, lambda group: next(contrasts)
         )
-        self.drawn = asyncio.run(self.groups.draw(1, DrawContext(1, 0, {}, 0, 1), lambda share, note: None))
-        self.episodes = self.drawn.new
+        self.drawn = asyncio.run(self.groups.draw(1, lambda share, note: None))
+        self.episodes = self.drawn.episodes
 
     @property
     def batch(self) -> Batch:
@@ -180,7 +180,7 @@ def test_groups_with_nothing_to_compare_are_replaced_by_the_next_ones(tmp_path: 
     taken = Taken(tmp_path / "old", refill=2)
 
     assert [group[0].group for group in taken.drawn.groups] == ["s1-g0", "s2-g0", "s3-g0"]
-    assert [episode.dropped for episode in taken.drawn.new] == [DropReason.NO_CONTRAST] * 4 + [None] * 2
+    assert [episode.dropped for episode in taken.episodes] == [DropReason.NO_CONTRAST] * 4 + [None] * 2
     assert (taken.groups.begun, taken.drawn.metrics) == (3, {"groups/replaced": 2.0})
 
 

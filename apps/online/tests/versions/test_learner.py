@@ -123,7 +123,7 @@ async def test_the_weights_stay_if_the_stable_version_comes_from_one_that_was_gi
 
 
 def reasons(taken: Drawn) -> dict[str, str | None]:
-    return {episode.rollout: episode.dropped for episode in taken.new}
+    return {episode.rollout: episode.dropped for episode in taken.episodes}
 
 
 async def test_each_rewarded_session_is_used_once_the_latest_first(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ async def test_each_rewarded_session_is_used_once_the_latest_first(tmp_path: Pat
         first, silent, second, third = [await use.end(thumbs=t) for t in (1.0, None, 0.0, 1.0)]
         taken = await use.take()
         assert await use.train(taken) == [second, third]
-        assert [episode.terminal for episode in taken.new] == [0.0, 1.0]
+        assert [episode.terminal for episode in taken.episodes] == [0.0, 1.0]
         assert (taken.metrics["sessions/reward"], taken.metrics["sessions/waiting"]) == (0.5, 2.0)
         with pytest.raises(WaitsError):
             await use.take()
@@ -184,9 +184,9 @@ async def test_what_cannot_be_trained_on_is_dropped_with_the_reason_and_does_not
             await use.end(version=4): DropReason.STALE,
         }
         taken = await use.take()
-        assert [episode.rollout for episode in taken.new[:2]] == fresh
+        assert [episode.rollout for episode in taken.episodes[:2]] == fresh
         assert reasons(taken) == {**expected, **dict.fromkeys(fresh)}
-        versions = {episode.rollout: episode.transitions[0].version for episode in taken.new[:2]}
+        versions = {episode.rollout: episode.transitions[0].version for episode in taken.episodes[:2]}
         assert versions == {fresh[0]: 8 - 3, fresh[1]: 8}, "in the engine's numbers"
 
 
