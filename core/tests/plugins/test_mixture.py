@@ -45,7 +45,7 @@ class Recorded(Numbers):
     def members(self, index: int) -> int:
         return 2
 
-    async def recorded(self, wanted: Any) -> Any: ...
+    async def groups(self, indices: Any) -> Any: ...
 
 
 def mixture(seed: int = 0, **parts: tuple[float, Any]) -> Mixture:
