@@ -149,7 +149,7 @@ class PolicySpec:
     lora: Mapping[str, Any] | None = None
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     algorithm: str = ""
-    """The algorithm that trains it, as `Engine.update` will say: an engine may have to prepare for it."""
+    """The algorithm that trains it; without one it is only served."""
     algorithm_options: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     """The model as the configuration names it; `model` is where that is on this machine."""
@@ -242,11 +242,10 @@ class Engine(ABC):
     chunk has the ids and log-probabilities of its tokens, also of those whose text comes later, and the last chunk
     before `[DONE]` has `usage` and `agl`. The deltas of a choice add up to the message of the whole reply.
 
-    **Updates.** `update` builds the algorithm that it names: from the installed plugins and the files of the context,
-    with the options as its settings (`agl_core.training.child`). The engine asks what was built for what it needs:
-    epochs, minibatches, a critic, a reference. It does not read the options, whose names
-    are the algorithm's own. An engine may serve one algorithm only, that of `PolicySpec.algorithm`.
-    Transitions that cannot be trained on are left out, each with a `DropReason`
+    **Updates.** `update` trains a policy by the algorithm of its `PolicySpec`, built at the start from the installed
+    plugins and the files of the context, with the options as its settings (`agl_core.training.child`). The engine asks
+    what was built for what it needs: epochs, minibatches, a critic, a reference. It does not read the options, whose
+    names are the algorithm's own. Transitions that cannot be trained on are left out, each with a `DropReason`
     (`agl_core.learning.batch`), as are those that the algorithm does not keep; their weight is 0. The result has
     the mean advantage and the summed weight of every other transition, the log-probabilities that its tokens had in
     training, which prove that they are those that were sampled, and metrics: what the algorithm's loss measured, `loss`
@@ -259,9 +258,9 @@ class Engine(ABC):
     **Checkpoints.** `load` restores what `save` wrote: weights, optimiser, critic, random state and version, so that
     the same update gives the same result as before. A folder without a checkpoint is a CheckpointError.
 
-    **Errors.** A mistake (an unknown policy, algorithm, option or checkpoint) is an `AglError` that names it, changes
-    nothing, and leaves the engine usable. An engine that lost a part of itself raises EngineError at once, from what
-    was asked and from everything after that, with the reason, the remedy and the way to resume.
+    **Errors.** A mistake (an unknown policy or checkpoint) is an `AglError` that names it, changes nothing, and leaves
+    the engine usable. An engine that lost a part of itself raises EngineError at once, from what was asked and from
+    everything after that, with the reason, the remedy and the way to resume.
 
     **The end.** `stop` ends all processes, and may be called again and after a failed start. Whatever is asked after it
     is an EngineError. An engine does not outlive its run, however that ended.
@@ -273,9 +272,7 @@ class Engine(ABC):
     async def start(self) -> Upstream:
         """Load the weights, start serving, return where. Once for each engine."""
 
-    async def update(
-        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
-    ) -> UpdateResult:
+    async def update(self, policy: str, batch: Batch, progress: Progress | None = None) -> UpdateResult:
         """Train on a batch; the new version is served, whole, when this returns. Some engines only serve."""
         raise self._not_supported("update")
 
@@ -304,10 +301,6 @@ class Engine(ABC):
     @abstractmethod
     async def stop(self) -> None:
         """End all its processes; calling it again changes nothing."""
-
-    def supports(self, method: str) -> bool:
-        """True if it has this optional method, one of those below."""
-        return getattr(type(self), method) is not getattr(Engine, method)
 
     def report_stages(self, report: StageReport) -> None:
         """Call `report` at the beginning of each stage of `start`, which comes afterwards; few engines do."""

@@ -69,9 +69,7 @@ class LedgerEngine(Engine):
         self._publish(0)
         return Upstream((url,), {"default": "default"}, self._context.api_key)
 
-    async def update(
-        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
-    ) -> UpdateResult:
+    async def update(self, policy: str, batch: Batch, progress: Progress | None = None) -> UpdateResult:
         await asyncio.sleep(_UPDATE_SECONDS)
         self._ledger.append([[*key, _checksum_in(batch, row)] for row, key in enumerate(batch.keys)])
         self._publish(self._version + 1)

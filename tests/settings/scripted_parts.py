@@ -46,14 +46,10 @@ class ScriptedEngine(Engine):
         await self._upstream.__aenter__()
         return Upstream((self._upstream.url,), {name: name for name in self._versions}, self._context.api_key)
 
-    async def update(
-        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
-    ) -> UpdateResult:
+    async def update(self, policy: str, batch: Batch, progress: Progress | None = None) -> UpdateResult:
         named = ("values", "group", "rollout", "turn", "version", "weight")
         columns = {name: getattr(batch, f"{name}_N").tolist() for name in named}
-        self._seen["updates"].append(
-            {"policy": policy, "algorithm": algorithm, "options": dict(options), "kind": batch.kind, **columns}
-        )
+        self._seen["updates"].append({"policy": policy, "kind": batch.kind, **columns})
         self._versions[policy] += 1
         zeros = np.zeros(len(batch))
         return UpdateResult(self._versions[policy], dict(MEASURED), zeros, zeros, (None,) * len(batch))

@@ -239,7 +239,7 @@ EFFECTS: Mapping[str, Effect] = {
     "rewards.NAME.time_limit": Effect(limited, {"rewards.regex_format.time_limit": 1e-6}, SLOW),
     "rewards.NAME.modes": Effect(who_is_scored, {"rewards.exact_match.modes": ["train", "use"]}),
     "credit.name": Effect(VALUES, {"credit": DISCOUNTED}),
-    "algorithm.name": Effect(ran(lambda run: run.updates[0]["algorithm"]), {"algorithm.name": "reinforce++"}),
+    "algorithm.name": Effect(specs, {"algorithm.name": "reinforce++"}),
     "engine.name": Effect(ran(lambda run: run.seen["engine"]), {"engine.name": "scripted-too"}),
     "engine.torch.start_timeout": Effect(start_timeout, {"engine.torch.start_timeout": 9.0}),
     "buffer.name": Effect(GROUPS, {"buffer.name": "half"}),

@@ -45,9 +45,11 @@ async def test_every_policy_trains_by_its_own_algorithm_and_credit(bench: Bench)
         }
     )
     assert [update["policy"] for update in run.updates] == ["author", "judge"] * 2
+    author, judge = (run.seen["policies"][name] for name in ("author", "judge"))
+    options = author["algorithm_options"]
+    assert (author["algorithm"], options["across_calls"], options["gamma"]) == ("ppo", True, 0.5)
+    assert (judge["algorithm"], "across_calls" in judge["algorithm_options"]) == ("grpo", False)
     author, judge = run.updates[2:]
-    assert (author["algorithm"], author["options"]["across_calls"], author["options"]["gamma"]) == ("ppo", True, 0.5)
-    assert (judge["algorithm"], "across_calls" in judge["options"]) == ("grpo", False)
     assert (author["kind"], judge["kind"]) == ("reward", "return")
     assert (author["turn"], judge["turn"]) == ([0, 2] * 2, [1, 3] * 2)
     # The terminal reward of 1 comes with the critic's last call, which is part of what the writer sees happen.

@@ -67,9 +67,6 @@ class TorchEngine(ProcessEngine[TorchOptions]):
     environment: ClassVar[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE"}
     """Threads of torch that wait for each other leave their cores to the agents and the server."""
 
-    # Its process does all that these ask for.
-    tokenize, logprobs = ProcessEngine._tokenize, ProcessEngine._logprobs
-
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         if exit_code != -signal.SIGKILL:
             return None

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from agl_algorithms.fingerprints import write_fingerprint
-from agl_algorithms.policy_gradient import Algorithm, Teacher
+from agl_algorithms.policy_gradient import Algorithm
 from agl_chat.api import ModelServer, create_app
 from agl_chat.conversation import ChatText, keep_tokenizer_settings, tokenized
 from agl_core.config.sections import OptimizerSection
@@ -68,7 +68,9 @@ class Policy:
     trainer: PolicyTrainer
     sampler: Sampler
     algorithm: Algorithm | None
-    """None if the run names none: updates then name theirs."""
+    """None of a policy that is only served."""
+    teacher: LoadedModel | ServedTeacher | None
+    """The teacher that the algorithm wants."""
 
 
 class Policies:
@@ -82,19 +84,17 @@ class Policies:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(context.seed)
         share, bases = 1 / max(1, len(context.policies)), Bases()
-        self.bases, self._specs = bases, context.policies
-        self._teachers: dict[tuple[str, Teacher], LoadedModel | ServedTeacher] = {}
-        """By policy."""
-        self._plugins = plugins = Plugins.load(context.plugin_files)
+        self.bases, plugins = bases, Plugins.load(context.plugin_files)
         self.policies: dict[str, Policy] = {}
         for seed, (name, spec) in enumerate(context.policies.items(), context.seed):
             loaded = _load(spec, options, choose_device(options.device), seed, bases)
             sampler = _make_sampler(loaded, options, share, deterministic=context.deterministic)
             trainer = _make_trainer(loaded, spec, options, context.steps, seed, bases)
             algorithm = build_algorithm(plugins, spec.algorithm, spec.algorithm_options) if spec.algorithm else None
-            self.policies[name] = Policy(loaded, trainer, sampler, algorithm)
-            if algorithm is not None:
-                self._teacher(name, algorithm)  # What is wrong with it is said before the first step.
+            teacher = None
+            if algorithm is not None and algorithm.needs_scores and algorithm.teacher is not None:
+                teacher = load_teacher(algorithm.teacher, spec, loaded, bases)
+            self.policies[name] = Policy(loaded, trainer, sampler, algorithm, teacher)
         self.threads = options.threads or torch.get_num_threads()
         """Of training."""
         largest = max((policy.loaded.size for policy in self.policies.values()), default=0)
@@ -109,15 +109,15 @@ class Policies:
     def versions(self) -> dict[str, int]:
         return {name: policy.sampler.version for name, policy in self.policies.items()}
 
-    def update(
-        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress
-    ) -> UpdateResult:
-        trained, built = self._policy(policy), build_algorithm(self._plugins, algorithm, options)
+    def update(self, policy: str, batch: Batch, progress: Progress) -> UpdateResult:
+        trained = self._policy(policy)
+        if trained.algorithm is None:
+            raise EngineError(f"No algorithm trains the policy '{policy}': it is only served.")
         steps = trained.trainer.optimizer.steps
         trained.sampler.release()
         try:
             with self._all_threads():
-                return trained.trainer.update(batch, built, progress, self._teacher(policy, built))
+                return trained.trainer.update(batch, trained.algorithm, progress, trained.teacher)
         except Exception:
             if trained.trainer.optimizer.steps != steps:
                 trained.trainer.version += 1  # The weights did change: what is sampled from now on is another version.
@@ -143,16 +143,6 @@ class Policies:
         if name not in self.policies:
             raise EngineError(f"There is no policy '{name}'. {nearest(name, self.policies)}")
         return self.policies[name]
-
-    def _teacher(self, policy: str, algorithm: Algorithm) -> LoadedModel | ServedTeacher | None:
-        """The teacher that an algorithm wants for a policy, loaded once."""
-        if not algorithm.needs_scores or algorithm.teacher is None:
-            return None
-        key = policy, algorithm.teacher
-        if key not in self._teachers:
-            loaded = self._policy(policy).loaded
-            self._teachers[key] = load_teacher(algorithm.teacher, self._specs[policy], loaded, self.bases)
-        return self._teachers[key]
 
     @contextmanager
     def _all_threads(self) -> Iterator[None]:

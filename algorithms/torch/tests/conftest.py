@@ -217,7 +217,10 @@ def grpo(**options: Any) -> Grpo:
 
 
 def start_policies(**policies: PolicySpec) -> Policies:
-    context = EngineContext(Path("run"), 0, policies, False, (), "key")
+    """Of those that name no algorithm, GRPO without a reference."""
+    plain = {"algorithm": "grpo", "algorithm_options": {"beta": 0.0}}
+    specs = {name: spec if spec.algorithm else replace(spec, **plain) for name, spec in policies.items()}
+    context = EngineContext(Path("run"), 0, specs, False, (), "key")
     return Policies(TorchOptions(cache_mib=16, device="cpu"), context)
 
 
@@ -225,6 +228,6 @@ def saved(folder: Path, policy: PolicySpec, updates: int = 1) -> tuple[LoadedMod
     """A policy after some updates, and the folder with its weights."""
     policies = start_policies(default=policy)
     for seed in range(updates):
-        policies.update("default", make_batch(None, seed=seed), "grpo", {"beta": 0.0}, lambda _: None)
+        policies.update("default", make_batch(None, seed=seed), lambda _: None)
     policies.save(folder)
     return policies.policies["default"].loaded, folder / "default" / "model"

@@ -92,7 +92,7 @@ async def test_sample_train_sample(case: EngineCase) -> None:
     assert upstream.context_length == 256
     stats_before = await engine.stats()
     batch = await sampled(upstream, [1.0, 0.0, 0.5, 0.0])
-    result = await engine.update("default", batch, "grpo", {"beta": 0.1})
+    result = await engine.update("default", batch)
 
     assert result.metrics["logprob_gap_max"] <= 1e-4
     assert result.weight_N.sum() == pytest.approx(1.0, abs=1e-6)
@@ -100,9 +100,8 @@ async def test_sample_train_sample(case: EngineCase) -> None:
     # The new weights are served, and the trainer agrees with the sampler about them too.
     second = await sampled(upstream, [0.0, 1.0, 0.0, 0.0])
     assert not np.array_equal(second.behaviour_logprobs_R, batch.behaviour_logprobs_R)
-    result = await engine.update("default", second, "grpo", {"beta": 0.1})
+    result = await engine.update("default", second)
     assert result.metrics["logprob_gap_max"] <= 1e-4
-    assert result.metrics["kl_reference"] > 1e-6
 
     # Replies are as probable as recorded under the weights that sampled them, and not under later ones.
     third = await sampled(upstream, [0.0, 1.0, 0.0, 0.0])
@@ -112,7 +111,7 @@ async def test_sample_train_sample(case: EngineCase) -> None:
         await engine.logprobs("calc", batch)
 
     # An old batch is off-policy by now.
-    stale = await engine.update("default", batch, "grpo", {"beta": 0})
+    stale = await engine.update("default", batch)
     assert stale.metrics["logprob_gap_max"] > 1e-3
     stats = await engine.stats()
     tokens = {name: value - stats_before[name] for name, value in stats.items() if name.startswith("tokens_")}
@@ -155,28 +154,28 @@ async def test_the_engine_keeps_the_contract(case: EngineCase, check: EngineChec
 async def test_several_policies_are_separate_and_a_dead_engine_is_an_error(tmp_path: Path, checkpoint: Path) -> None:
     llama = make_checkpoint(tmp_path / "llama", Shape("llama", tied=False, eos=("<|eot_id|>",)))
     policies = {
-        "writer": PolicySpec(str(checkpoint), optimizer=OPTIMIZER, lora=LORA),
-        "critic": PolicySpec(str(llama), optimizer=OPTIMIZER, dtype="bfloat16"),
+        "writer": PolicySpec(str(checkpoint), optimizer=OPTIMIZER, lora=LORA, algorithm_options={"beta": 0.1}),
+        "critic": PolicySpec(str(llama), optimizer=OPTIMIZER, dtype="bfloat16", algorithm_options={"epochs": 100}),
     }
+    policies = {name: replace(spec, algorithm="grpo") for name, spec in policies.items()}
     async with running(context(tmp_path, checkpoint, policies=policies)) as (engine, upstream):
         assert dict(upstream.models) == {"writer": "writer", "critic": "critic"}
         before = [await chat(upstream, "Tom", model, seed=1, temperature=1.0) for model in ("writer", "critic")]
-        await engine.update("writer", make_batch(None), "grpo", {"beta": 0.1})
-        await engine.update("writer", make_batch(None), "grpo", {"beta": 0.1})
+        await engine.update("writer", make_batch(None))
+        assert (await engine.update("writer", make_batch(None))).metrics["kl_reference"] > 1e-6
         assert await engine.versions() == {"writer": 2, "critic": 0}
         after = [await chat(upstream, "Tom", model, seed=1, temperature=1.0) for model in ("writer", "critic")]
         assert before[0].choices[0].logprobs != after[0].choices[0].logprobs
         assert before[1].choices[0].logprobs == after[1].choices[0].logprobs
         with pytest.raises(EngineError, match="Did you mean 'writer'"):
-            await engine.update("writr", make_batch(None), "grpo", {})
-        await check_that_a_dead_process_is_an_error(engine, "writer")
+            await engine.update("writr", make_batch(None))
+        await check_that_a_dead_process_is_an_error(engine, "critic")
 
 
 async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str) -> None:
     assert engine.pid is not None
     started = asyncio.Event()
-    options = {"beta": 0, "epochs": 100, "minibatches": 3}
-    update = asyncio.ensure_future(engine.update(policy, make_batch(None), "grpo", options, lambda _: started.set()))
+    update = asyncio.ensure_future(engine.update(policy, make_batch(None), lambda _: started.set()))
     await asyncio.wait_for(started.wait(), 60)
     os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"lost during 'update'.*exit code -9.*cache_mib.*last checkpoint"):

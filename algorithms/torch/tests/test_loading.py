@@ -273,14 +273,15 @@ def test_a_model_that_cannot_be_sampled_exactly_is_refused_at_the_start(qwen: Lo
 
 
 ADAM = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 5}
-GRPO: tuple[str, dict[str, Any]] = ("grpo", {"beta": 0.1, "epochs": 2, "minibatches": 2})
-PPO: tuple[str, dict[str, Any]] = ("ppo", {"critic_learning_rate": 1e-2, "minibatches": 2, "critic_epochs": 2})
-KINDS: dict[str, tuple[dict[str, Any], tuple[str, dict[str, Any]]]] = {
-    "float32": ({}, GRPO),
-    "bfloat16": ({"dtype": "bfloat16"}, ("reinforce++", {})),
-    "lora": ({"lora": LORA}, GRPO),
-    "bfloat16-lora": ({"dtype": "bfloat16", "lora": LORA}, PPO),
-    "critic": ({}, PPO),
+GRPO = {"algorithm": "grpo", "algorithm_options": {"beta": 0.1, "epochs": 2, "minibatches": 2}}
+CRITIC = {"critic_learning_rate": 1e-2, "minibatches": 2, "critic_epochs": 2}
+PPO = {"algorithm": "ppo", "algorithm_options": CRITIC}
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": GRPO,
+    "bfloat16": {"dtype": "bfloat16", "algorithm": "reinforce++"},
+    "lora": {"lora": LORA, **GRPO},
+    "bfloat16-lora": {"dtype": "bfloat16", "lora": LORA, **PPO},
+    "critic": PPO,
 }
 """Policies, and what they are trained by."""
 
@@ -293,9 +294,7 @@ def train(policies: Policies, seed: int) -> list[dict[str, float]]:
     """One update of each policy; its metrics without seconds."""
     steps = []
     for name in policies.policies:
-        algorithm, options = KINDS[name][1]
-        batch = make_batch(None, seed=seed)
-        metrics = policies.update(name, batch, algorithm, options, lambda _: None).metrics
+        metrics = policies.update(name, make_batch(None, seed=seed), lambda _: None).metrics
         steps.append({key: value for key, value in metrics.items() if "seconds" not in key})
     return steps
 
@@ -316,7 +315,7 @@ def everything(policies: Policies) -> list[torch.Tensor]:
 
 
 def test_training_goes_on_bit_for_bit(checkpoint: Path, tmp_path: Path) -> None:
-    specs = {name: spec(checkpoint, **settings) for name, (settings, _) in KINDS.items()}
+    specs = {name: spec(checkpoint, **settings) for name, settings in KINDS.items()}
     policies = start_policies(**specs)
     train(policies, seed=0)
     policies.save(tmp_path)

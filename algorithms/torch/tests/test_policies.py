@@ -22,6 +22,7 @@ from agl_torch.process import Policies, Policy
 from .conftest import LORA, Shape, make_batch, make_checkpoint, weights_of
 
 ADAM = {"learning_rate": 1e-2, "weight_decay": 0.1}
+GRPO: dict[str, Any] = {"algorithm": "grpo", "algorithm_options": {"beta": 0.1}}
 
 
 def load(policies: dict[str, PolicySpec], **options: Any) -> Policies:
@@ -30,14 +31,12 @@ def load(policies: dict[str, PolicySpec], **options: Any) -> Policies:
 
 
 def load_one(checkpoint: Path, **options: Any) -> Policies:
-    return load({"default": PolicySpec(str(checkpoint))}, **options)
+    spec = PolicySpec(str(checkpoint), algorithm="grpo", algorithm_options={"beta": 0.0})
+    return load({"default": spec}, **options)
 
 
-def update(
-    policies: Policies, name: str = "default", seed: int = 0, algorithm: str = "grpo", **options: Any
-) -> dict[str, float]:
-    batch = make_batch(None, seed=seed)
-    return dict(policies.update(name, batch, algorithm, options, lambda _: None).metrics)
+def update(policies: Policies, name: str = "default", seed: int = 0) -> None:
+    policies.update(name, make_batch(None, seed=seed), lambda _: None)
 
 
 def test_a_tiny_model_samples_on_one_thread_and_trains_on_all(checkpoint: Path) -> None:
@@ -49,7 +48,7 @@ def test_a_tiny_model_samples_on_one_thread_and_trains_on_all(checkpoint: Path) 
         seen: set[int] = set()
         model = policies.policies["default"].loaded.model
         model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
-        update(policies, beta=0.0)
+        update(policies)
         assert seen == {3}
         assert torch.get_num_threads() == 1
         load_one(checkpoint, threads=2)
@@ -91,7 +90,7 @@ def test_an_update_has_the_memory_of_the_cache(checkpoint: Path) -> None:
     sampler = policies.policies["default"].sampler
     held = {sampler.cache_nbytes}
     policies.policies["default"].loaded.model.register_forward_pre_hook(lambda *_: held.add(sampler.cache_nbytes))
-    update(policies, beta=0.0)
+    update(policies)
     assert 0 in held
     assert sampler.cache_nbytes == max(held) > 0
     sampler.submit(Request("a", np.array([5, 6, 7], dtype=np.int32), max_tokens=4))
@@ -111,7 +110,7 @@ def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, mo
 
     monkeypatch.setattr(policy.trainer.optimizer, "step", fail_after)
     with pytest.raises(MemoryError):
-        update(policies, beta=0.0)
+        update(policies)
     after = weights_of(policy.loaded.model)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert policies.versions == {"default": 1}
@@ -155,8 +154,8 @@ def test_adapters_on_one_base_share_its_tensors_and_nothing_else_their_critics_t
         lambda name, **more: loads.append(name) or from_pretrained(name, **more),
     )
     specs = {
-        "writer": PolicySpec(str(checkpoint), optimizer=ADAM, lora=LORA),
-        "critic": PolicySpec(str(checkpoint), optimizer=ADAM, lora=LORA | {"rank": 2}),
+        "writer": PolicySpec(str(checkpoint), optimizer=ADAM, lora=LORA, algorithm="ppo"),
+        "critic": PolicySpec(str(checkpoint), optimizer=ADAM, lora=LORA | {"rank": 2}, **GRPO),
     }
     policies = load(specs)
     writer, critic = (policies.policies[name].loaded for name in specs)
@@ -166,8 +165,8 @@ def test_adapters_on_one_base_share_its_tensors_and_nothing_else_their_critics_t
     for name, weight in (*writer.model.named_parameters(), *critic.model.named_parameters()):
         assert weight.requires_grad == ("lora" in name)
 
-    update(policies, "writer", algorithm="ppo")
-    update(policies, "critic", beta=0.1)
+    update(policies, "writer")
+    update(policies, "critic")
     assert loads == [str(checkpoint)]
     plain = from_pretrained(checkpoint)(torch.tensor([[5, 6, 7, 8]])).logits
     for policy in policies.policies.values():
@@ -180,12 +179,13 @@ def test_adapters_on_one_base_share_its_tensors_and_nothing_else_their_critics_t
 def test_a_policy_that_is_not_updated_stays_bit_identical_with_adam_and_weight_decay(
     checkpoint: Path, kind: dict[str, Any]
 ) -> None:
-    policies = load({name: PolicySpec(str(checkpoint), optimizer=ADAM, **kind) for name in ("writer", "critic")})
+    spec = PolicySpec(str(checkpoint), optimizer=ADAM, **GRPO, **kind)
+    policies = load({"writer": spec, "critic": spec})
     for name in ("writer", "critic"):
-        update(policies, name, beta=0.1)  # From now on both have momentum, which would move them without a gradient.
+        update(policies, name)  # From now on both have momentum, which would move them without a gradient.
     before = {name: weights_of(policy.loaded.model) for name, policy in policies.policies.items()}
     for seed in (1, 2, 3):
-        update(policies, "writer", seed, beta=0.1)
+        update(policies, "writer", seed)
     after = {name: weights_of(policy.loaded.model) for name, policy in policies.policies.items()}
 
     assert all(torch.equal(before["critic"][name], after["critic"][name]) for name in before["critic"])

@@ -129,7 +129,7 @@ def test_the_engine_loads_the_teacher_of_a_policy_before_the_first_update(checkp
     policies = start_policies(default=PolicySpec(str(checkpoint), algorithm="distill", algorithm_options=chosen))
     batch = make_batch(None)
     with torch.no_grad():
-        metrics = policies.update("default", batch, "distill", chosen, lambda _: None).metrics
+        metrics = policies.update("default", batch, lambda _: None).metrics
     assert metrics["kl_teacher"] > 0
     with pytest.raises(EngineError, match="'no/such' cannot be loaded"):
         start_policies(

@@ -151,7 +151,6 @@ class VerlEngine(ProcessEngine[VerlOptions]):
 
     module = "agl_verl.process"
     seconds_to_end = 30.0  # Ray ends with it.
-    tokenize, logprobs = ProcessEngine._tokenize, ProcessEngine._logprobs
 
     def __init__(self, options: VerlOptions, context: EngineContext) -> None:
         super().__init__(options, context)

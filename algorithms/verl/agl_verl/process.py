@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agl_core.config.sections import LoraSection
 from agl_core.errors import AglError, EngineError, nearest
@@ -94,18 +94,10 @@ class Driver:
         }
         self.watch = Watch()
 
-    def update(
-        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress
-    ) -> UpdateResult:
+    def update(self, policy: str, batch: Batch, progress: Progress) -> UpdateResult:
         """Train on a batch and serve the new version."""
-        spec = self._specs.get(policy)
-        if spec is None:
+        if policy not in self._specs:
             raise EngineError(f"There is no policy '{policy}'. {nearest(policy, self._specs)}")
-        if (algorithm, dict(options)) != (spec.algorithm, dict(spec.algorithm_options)):
-            raise EngineError(
-                f"The veRL engine was started for the algorithm '{spec.algorithm}' and its options; it cannot "
-                f"make an update with '{algorithm}' or other options."
-            )
         with self._usable():
             result = self._trainer.update(policy, batch, progress)
         progress(1.0)

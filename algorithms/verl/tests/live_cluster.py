@@ -145,7 +145,7 @@ async def test_an_update_over_two_nodes_is_served_by_both(engine: tuple[VerlEngi
     served, upstream = engine
     assert {urlsplit(url).hostname for url in upstream.urls} == {HEAD, OTHER}
     batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=3)
-    result = await served.update("default", batch, "grpo", live_engine.OPTIONS)
+    result = await served.update("default", batch)
     assert result.metrics["grad_norm"] > 0
     for url in upstream.urls:
         assert (await live_engine.ask(replace(upstream, urls=(url,)))).headers[HEADER_POLICY] == "1"
@@ -168,7 +168,7 @@ async def test_a_node_that_is_lost_in_an_update_ends_it_with_the_remedy(
     served, upstream = engine
     batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=4, rollouts=300)
     async with asyncio.timeout(300):
-        update = asyncio.create_task(served.update("default", batch, "grpo", live_engine.OPTIONS))
+        update = asyncio.create_task(served.update("default", batch))
         await a_call_waits(upstream)
         assert not update.done()
         cluster.lose_a_node()

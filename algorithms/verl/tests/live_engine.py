@@ -223,7 +223,7 @@ async def test_two_updates_are_those_of_the_torch_engine_also_from_a_checkpoint(
         batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=number, step=step)
         expected = by_torch.update(batch)
         shares: list[float] = []
-        result = await served.update("default", batch, case.algorithm, dict(case.options), shares.append)
+        result = await served.update("default", batch, shares.append)
         assert result.version == number + 1
         assert shares == sorted(shares)
         assert len(shares) > 2, "also before the end"
@@ -236,7 +236,7 @@ async def test_two_updates_are_those_of_the_torch_engine_also_from_a_checkpoint(
     await served.load(tmp_path / "0")
     assert (await served.versions())["default"] == 1
     await check_served(upstream, saved[1], version=1)
-    again = await served.update("default", batch, case.algorithm, dict(case.options))
+    again = await served.update("default", batch)
     assert again.version == result.version
     assert again.metrics["grad_norm"] == pytest.approx(result.metrics["grad_norm"], rel=1e-4)
     await check_served(upstream, saved[2], version=2)
@@ -250,7 +250,7 @@ async def test_what_is_asked_during_an_update_is_answered_whole_by_one_version(
     before = (await served.versions())["default"]
     await served.save(tmp_path / str(before))
     batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=4, rollouts=90)
-    update = asyncio.create_task(served.update("default", batch, case.algorithm, dict(case.options)))
+    update = asyncio.create_task(served.update("default", batch))
     ends = sorted(loaded(tmp_path / str(before) / "default" / "model").eos_ids)
     long = [asyncio.create_task(long_replies(upstream, update, ends, stream)) for stream in (False, True)]
     short: list[tuple[float, float, httpx.Response]] = []
@@ -309,15 +309,15 @@ def added_up(stream: httpx.Response) -> httpx.Response:
     return httpx.Response(200, headers={HEADER_POLICY: str(whole["agl"]["version"])}, json=whole)
 
 
-async def test_a_server_that_dies_ends_the_run_with_the_remedy(engine: tuple[VerlEngine, Upstream], case: Case) -> None:
+async def test_a_server_that_dies_ends_the_run_with_the_remedy(engine: tuple[VerlEngine, Upstream]) -> None:
     """Last: nothing works after it."""
     served, _ = engine
     kill_a_server(served)
     batch = verl_bench.recorded_batch(parity.VOCABULARY)
     with pytest.raises(EngineError, match=r"(?s)A process of the engine was lost.*agl train --resume"):
-        await served.update("default", batch, case.algorithm, dict(case.options))
+        await served.update("default", batch)
     with pytest.raises(EngineError, match="was lost during 'update'"):
-        await served.update("default", batch, case.algorithm, dict(case.options))
+        await served.update("default", batch)
 
 
 def kill_a_server(engine: VerlEngine) -> None:

@@ -53,7 +53,7 @@ async def engine(
 
 async def update(engine: VerlEngine, policy: str, seed: int) -> Any:
     batch = verl_bench.recorded_batch(parity.VOCABULARY, seed=seed)
-    return await engine.update(policy, batch, *ALGORITHMS[policy])
+    return await engine.update(policy, batch)
 
 
 async def adapters(engine: VerlEngine, folder: Path) -> dict[str, LoadedModel]:

@@ -171,6 +171,11 @@ def _problems(loaded: LoadedConfig) -> Iterator[str]:
             "[learn] learns from the rewards of sessions, and no rule scores any. Add one of what users say: "
             '[rewards.users] rule = "feedback", modes = ["use"].'
         )
+    if Capability.RECORDED_TEXTS not in loaded.engine.component.provides:
+        yield (
+            f"[learn] limits how far a version may be from the served one, which {loaded.engine.label} cannot "
+            f"measure. Use the engine torch."
+        )
     for plan in loaded.policies.values():
         for chosen in needing(loaded, plan, Capability.GROUPS):
             yield (

@@ -99,15 +99,7 @@ class Learner(Trainer):
         return await self._sessions.draw(step, advance, partial(super()._draw, step, advance))
 
     async def train(self) -> None:
-        """Train from where `state` is to the last step, and then answer sessions until this is cancelled.
-
-        ConfigError if the engine cannot say how far versions are from each other.
-        """
-        if not self.session.engine.supports("logprobs"):
-            raise ConfigError(
-                f"[learn] limits how far a version may be from the served one, and the engine "
-                f"'{self.loaded.config.engine.name}' cannot measure it. Use the engine torch."
-            )
+        """Train from where `state` is to the last step, and then answer sessions until this is cancelled."""
         if not self.checkpoints.all():
             await uninterrupted(self.checkpoint())  # What the weights can go back to.
         await self._follow()

@@ -19,7 +19,9 @@ from agl_core import Capability, kinds
 @agl_core.hookimpl
 def register_components(register):
     built = lambda options, *context: options
-    register(kinds.ENGINE, "rich", built, provides={Capability.TOKEN_IDS, Capability.REFERENCE})
+    provides = {Capability.TOKEN_IDS, Capability.REFERENCE}
+    register(kinds.ENGINE, "poor", built, provides=provides)
+    register(kinds.ENGINE, "rich", built, provides=provides | {Capability.RECORDED_TEXTS})
     register(kinds.ALGORITHM, "easy", built)
     register(kinds.ALGORITHM, "comparing", built, needs={Capability.GROUPS})
 """
@@ -53,6 +55,7 @@ def loaded(folder: Path, *overrides: str, **tables: Any) -> Any:
         ({"tasks": {"train": LEARNING["tasks"]["train"]}}, ("on held-out tasks", "[tasks.eval]")),
         ({"eval": {"modes": ["eval-greedy"]}}, ("sampled replies", "'eval-sampled' to eval.modes")),
         ({"policies": dict.fromkeys("ab", LEARNING["policies"]["default"])}, ("one policy, and there are 2",)),
+        ({"engine": {"name": "poor"}}, ("'poor'", "cannot measure", "Use the engine torch")),
         ({"rewards": {}}, ("no rule scores any", '[rewards.users] rule = "feedback"')),
     ],
 )

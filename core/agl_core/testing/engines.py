@@ -119,10 +119,8 @@ class EngineCase:
         """The one being served."""
         return (await self.engine.versions())[self.policy]
 
-    async def update(self, batch: Batch, **more: Any) -> UpdateResult:
-        """With the algorithm that the engine was started for."""
-        spec = self.context.policies[self.policy]
-        return await self.engine.update(self.policy, batch, spec.algorithm, spec.algorithm_options, **more)
+    async def update(self, batch: Batch) -> UpdateResult:
+        return await self.engine.update(self.policy, batch)
 
     async def ask(self, question: str = QUESTIONS[0], **settings: Any) -> httpx.Response:
         """A chat completion as the gateway asks for it."""
@@ -224,7 +222,7 @@ async def check_model_calls_need_the_key(case: EngineCase) -> None:
 async def check_an_update_makes_the_next_version_which_is_served(case: EngineCase) -> None:
     before, batch = await case.version(), await case.sampled()
     shares: list[float] = []
-    result = await case.update(batch, progress=shares.append)
+    result = await case.engine.update(case.policy, batch, shares.append)
     assert result.version == before + 1 == await case.version()
     assert (await case.ask()).headers[HEADER_POLICY] == str(before + 1)
     assert shares == sorted(shares)
@@ -310,11 +308,8 @@ async def check_an_update_runs_on_when_its_caller_gives_up(case: EngineCase) -> 
 
 async def check_a_mistake_is_an_error_and_the_engine_goes_on(case: EngineCase) -> None:
     before, batch = await case.version(), await case.sampled()
-    spec = case.context.policies[case.policy]
     with pytest.raises(AglError, match=case.policy):
-        await case.engine.update(f"{case.policy}s", batch, spec.algorithm, spec.algorithm_options)
-    with pytest.raises(AglError, match=f"{spec.algorithm}s"):
-        await case.engine.update(case.policy, batch, f"{spec.algorithm}s", {})
+        await case.engine.update(f"{case.policy}s", batch)
     with pytest.raises(AglError, match="nowhere"):
         await case.engine.load(case.folder / "nowhere")
     assert await case.version() == before

@@ -132,11 +132,9 @@ class ProcessEngine(Engine, Generic[Options]):
         if self._reading is not None and self._reading.done():
             raise self._lost("rollouts")
 
-    async def update(
-        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
-    ) -> UpdateResult:
+    async def update(self, policy: str, batch: Batch, progress: Progress | None = None) -> UpdateResult:
         """Train on a batch; the new version is served, whole, when this returns."""
-        result: UpdateResult = await self._ask("update", policy, batch, algorithm, options, progress=progress)
+        result: UpdateResult = await self._ask("update", policy, batch, progress=progress)
         return result
 
     async def save(self, folder: Path) -> None:
@@ -153,13 +151,11 @@ class ProcessEngine(Engine, Generic[Options]):
         stats: Mapping[str, float] = await self._ask("stats")
         return stats
 
-    async def _tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
-        """`tokenize` by the process, for a subclass that supports it."""
+    async def tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
         tokenized: Sequence[Call] = await self._ask("tokenize", policy, calls)
         return tokenized
 
-    async def _logprobs(self, policy: str, batch: Batch) -> ResponseScores:
-        """`logprobs` by the process, for a subclass that supports it."""
+    async def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
         scores: ResponseScores = await self._ask("logprobs", policy, batch)
         return scores
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic_core import to_jsonable_python
-
 from agl_core import hooks
 from agl_core.config.load import LoadedConfig
 from agl_core.config.models import EvalSection
@@ -205,14 +203,8 @@ class Trainer:
         with self.observer.phase("update", step) as advance:
             policies = [policy for policy in self.loaded.policies if policy in batches.batches]
             for number, policy in enumerate(policies):
-                algorithm = self.loaded.policies[policy].algorithm
-                update = self.session.engine.update(
-                    policy,
-                    batches.batches[policy],
-                    algorithm.component.name,
-                    to_jsonable_python(algorithm.options.model_dump()),
-                    _part(advance, number, len(policies)),
-                )
+                progress = _part(advance, number, len(policies))
+                update = self.session.engine.update(policy, batches.batches[policy], progress)
                 result = results[policy] = await self.session.stall.watched(update, "which makes an update")
                 self.session.versions[policy] = result.version
                 self.loaded.plugins.hook.call(hooks.policy_updated, policy, result.version, result.metrics)

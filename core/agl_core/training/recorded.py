@@ -12,9 +12,9 @@ from itertools import chain, islice
 import numpy as np
 
 from agl_core.config.load import LoadedConfig
-from agl_core.config.models import RunConfig
 from agl_core.config.sections import policy_of
 from agl_core.errors import ConfigError, nearest
+from agl_core.kinds import Capability
 from agl_core.learning.batch import NO_CREDIT, BatchPlan, filter_trainable, make_batches
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, reported
 from agl_core.learning.tool_results import messages_of
@@ -41,18 +41,11 @@ class Recordings:
     that these are of; and none if they are `imitated`: imitation does not need them.
     """
 
-    def __init__(
-        self,
-        source: RecordedTasks,
-        config: RunConfig,
-        engine: Engine,
-        *,
-        imitated: bool = False,
-        on_texts: bool = False,
-    ) -> None:
-        self.source, self.config, self.engine, self._imitated = source, config, engine, imitated
-        self._on_texts = on_texts or imitated or source.without_logprobs
-        self._agents = {name: policy.agents for name, policy in config.policies.items()}
+    def __init__(self, source: RecordedTasks, loaded: LoadedConfig, engine: Engine, *, imitated: bool) -> None:
+        self.source, self.config, self.engine, self._imitated = source, loaded.config, engine, imitated
+        self._tokenizes = Capability.RECORDED_TEXTS in loaded.engine.component.provides
+        self._on_texts = loaded.trains_on_texts or imitated or source.without_logprobs
+        self._agents = {name: policy.agents for name, policy in self.config.policies.items()}
         self._has_own_ids: dict[str, bool] = {}
         """By policy, whether the recorded ids are those of its own tokenizer, once that is known."""
 
@@ -99,7 +92,7 @@ class Recordings:
         ConfigError if it has those of another model, and they may not.
         """
         has_ids = call.prompt_ids is not None and all(choice.response_ids is not None for choice in call.choices)
-        if not self.engine.supports("tokenize") or (has_ids and await self._are_own(call)):
+        if not self._tokenizes or (has_ids and await self._are_own(call)):
             return call
         if self._on_texts:
             [call] = await self.engine.tokenize(call.policy, [call])
@@ -144,7 +137,7 @@ class RecordedGroups:
         begun: int = 0,
     ) -> None:
         config, imitated = loaded.config, loaded.imitates
-        self._recordings = Recordings(source, config, engine, imitated=imitated, on_texts=loaded.trains_on_texts)
+        self._recordings = Recordings(source, loaded, engine, imitated=imitated)
         is_scored = config.rewards and not imitated and not source.has_preferences
         rules = collector.rules if is_scored else [ScoringRule("recorded", self._recorded_reward)]
         self._collector, self._plan = replace(collector, rules=rules), plan

@@ -131,7 +131,7 @@ async def open_session(
         collector = Collector(server.store, server.queue, rules, endings, hook, check_health, stall)
         held_out = {name: tasks[name] for name in tasks if name != "train"}
         replies = [
-            HeldOutReplies(name, Recordings(of_set, config, engine, imitated=True), upstream.context_length)
+            HeldOutReplies(name, Recordings(of_set, loaded, engine, imitated=True), upstream.context_length)
             for name, of_set in held_out.items()
             if isinstance(of_set, RecordedTasks)
         ]

@@ -141,7 +141,6 @@ async def test_an_engine_says_by_name_what_it_does_not_support() -> None:
         "tokenize": ("default", []), "logprobs": ("default", None),
         "publish": ("default", None), "withdraw": ("default",),
     }.items():  # fmt: skip
-        assert not plain.supports(method)
         with pytest.raises(EngineError, match=f"The engine Plain does not support '{method}'"):
             await getattr(plain, method)(*arguments)
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
@@ -43,7 +42,7 @@ class Engine:
         if self.script.start:
             raise getattr(errors, self.script.start, ValueError)("no such luck")
 
-    def update(self, policy: str, batch: Batch, algorithm: str, options: Any, progress: Progress) -> UpdateResult:
+    def update(self, policy: str, batch: Batch, progress: Progress) -> UpdateResult:
         assert policy == "default"
         if self.script.update == "die":
             os._exit(9)

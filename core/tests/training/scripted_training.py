@@ -150,9 +150,7 @@ class CountingEngine(Engine):
         self.metrics: dict[str, float] = {}
         """The metrics of every update."""
 
-    async def update(
-        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
-    ) -> UpdateResult:
+    async def update(self, policy: str, batch: Batch, progress: Progress | None = None) -> UpdateResult:
         self.batches.append(batch)
         self.version += 1
         zeros = np.zeros(len(batch))

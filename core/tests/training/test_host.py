@@ -57,7 +57,7 @@ async def start_engine(context: EngineContext) -> Any:
 
 
 async def update(engine: ScriptedEngine, progress: Any = None) -> Any:
-    return await engine.update("default", BATCH, "grpo", {}, progress)
+    return await engine.update("default", BATCH, progress)
 
 
 async def begin_update(engine: ScriptedEngine) -> asyncio.Task[Any]:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -87,10 +86,10 @@ class HeldEngine(CountingEngine):
         super().__init__()
         self.begun, self.go_on = asyncio.Event(), asyncio.Event()
 
-    async def update(self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], *more: Any) -> Any:
+    async def update(self, policy: str, batch: Batch, progress: Any = None) -> Any:
         self.begun.set()
         await self.go_on.wait()
-        return await super().update(policy, batch, algorithm, options, *more)
+        return await super().update(policy, batch, progress)
 
 
 async def test_weights_that_have_begun_to_move_are_recorded_before_an_interruption_ends_the_run(tmp_path: Path) -> None:

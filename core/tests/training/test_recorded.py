@@ -19,6 +19,7 @@ from agl_core.builtin.credit import identical
 from agl_core.builtin.tasks import Recorded, RecordedOptions
 from agl_core.config.models import RunConfig
 from agl_core.errors import ConfigError, EpisodesError
+from agl_core.kinds import Capability
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.protocols import ResponseScores
 from agl_core.testing import episodes as make
@@ -80,6 +81,13 @@ def config(**sections: Any) -> RunConfig:
     )
 
 
+def loaded_of(chosen: RunConfig, engine: CountingEngine) -> Any:
+    """A configuration whose engine tokenises if this one does."""
+    provides = {Capability.RECORDED_TEXTS} if isinstance(engine, Tokenizing) else set()
+    component = SimpleNamespace(component=SimpleNamespace(provides=provides))
+    return SimpleNamespace(config=chosen, engine=component, imitates=False, trains_on_texts=False)
+
+
 def record_run(
     folder: Path,
     *,
@@ -122,9 +130,7 @@ class Taken:
     ) -> None:
         source = Recorded(RecordedOptions(run=folder, **options), Path(), 0)
         self.store, self.without_logprobs = MemoryStore(), source.without_logprobs
-        loaded: Any = SimpleNamespace(
-            config=chosen or config(train={"refill": refill}), imitates=False, trains_on_texts=False
-        )
+        loaded = loaded_of(chosen or config(train={"refill": refill}), engine or Tokenizing())
         hook: Any = type("Hook", (), {"episode_built": staticmethod(lambda episode: episode)})
         queue: Any = None
         collector = Collector(self.store, queue, (), dict.fromkeys(Ending, "score"), hook, lambda: None)
@@ -262,8 +268,9 @@ class Scoring(Tokenizing):
 
 async def measured(folder: Path, **train: Any) -> dict[str, float]:
     """The scores of a recorded held-out set."""
-    chosen = config(train={"agents": ["*"], **train})
-    recordings = Recordings(Recorded(RecordedOptions(run=folder), Path(), 0), chosen, Scoring(), imitated=True)
+    source, engine = Recorded(RecordedOptions(run=folder), Path(), 0), Scoring()
+    loaded = loaded_of(config(train={"agents": ["*"], **train}), engine)
+    recordings = Recordings(source, loaded, engine, imitated=True)
     return await HeldOutReplies("eval", recordings, 2000).measure()
 
 
@@ -282,7 +289,8 @@ def test_of_held_out_replies_the_loss_and_the_accuracy_are_measured(tmp_path: Pa
 def test_what_is_imitated_has_no_log_probabilities_and_the_temperature_of_this_run(tmp_path: Path) -> None:
     record_run(tmp_path / "old", members=1)
     source = Recorded(RecordedOptions(run=tmp_path / "old"), Path(), 0)
-    recordings = Recordings(source, config(sampling={"temperature": 0.5}), Tokenizing([9, 9]), imitated=True)
+    engine = Tokenizing([9, 9])
+    recordings = Recordings(source, loaded_of(config(sampling={"temperature": 0.5}), engine), engine, imitated=True)
 
     [[recorded]] = asyncio.run(source.groups([0]))
     own = asyncio.run(recordings.adopt(recorded, make.rollout("mine")))

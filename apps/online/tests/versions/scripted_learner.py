@@ -59,9 +59,7 @@ class Weights(Engine):
 
     async def stop(self) -> None: ...
 
-    async def update(
-        self, policy: str, batch: Batch, algorithm: str, options: Mapping[str, Any], progress: Progress | None = None
-    ) -> UpdateResult:
+    async def update(self, policy: str, batch: Batch, progress: Progress | None = None) -> UpdateResult:
         self.batches.append(batch)
         self.made_by.append(batch.step)
         nothing = np.zeros(len(batch))
