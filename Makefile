@@ -18,7 +18,7 @@ TOGETHER := $(filter-out $(APART),$(ADAPTERS))
 PACKAGES := core rewards apps/view apps/online apps/prompts algorithms/policy algorithms/chat algorithms/torch $(TOGETHER)
 EXAMPLES := langchain langchain-openai bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
-ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic \
+ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic msgspec wrapt \
 	pytest pytest-asyncio pytest-timeout
 # Each has an environment of its own. It is NAME=PACKAGES where their own OpenTelemetry is enough, and NAME=FOLDER for an
 # adapter, whose extra `test` has the packages. NAME is that of a driver in tests/conformance/apart, or of a test in
