@@ -11,6 +11,7 @@ from itertools import chain, islice
 
 import numpy as np
 
+from agl_core.builtin.tasks import train_index
 from agl_core.config.load import LoadedConfig
 from agl_core.config.sections import policy_of
 from agl_core.errors import ConfigError, nearest
@@ -26,7 +27,6 @@ from agl_core.training.rollouts import (
     Drawn,
     Scored,
     TrainingPlan,
-    train_index,
     warn_of_failed_rules,
     without_contrast,
 )

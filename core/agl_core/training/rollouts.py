@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import islice
 from typing import TypeVar
 
+from agl_core.builtin.tasks import train_index
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import PluginError
 from agl_core.health.alarms import StallWatch
@@ -270,21 +269,6 @@ class TrainingPlan:
         task, name = self.source.task(index), f"s{step + 1}-g{number}"
         first = Rollout("", self.run, self.restart, name, task, Mode.TRAIN, step + 1, 0, position=position)
         return group_of(first, size)
-
-
-def train_index(source: TaskSource, position: int, seed: int) -> int:
-    """The task at a position of training: endless sources continue; finite ones are shuffled each epoch."""
-    if source.size is None:
-        return position
-    epoch, index = divmod(position, source.size)
-    return _order(source.size, f"{seed}:{epoch}")[index]
-
-
-@lru_cache(maxsize=2)  # Two epochs meet in a step; to shuffle 100,000 tasks takes as long as a small step.
-def _order(size: int, seed: str) -> Sequence[int]:
-    order = list(range(size))
-    random.Random(seed).shuffle(order)
-    return order
 
 
 def group_of(first: Rollout, size: int) -> list[Rollout]:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_store import MemoryStore
 
+from agl_core.builtin.tasks import train_index
 from agl_core.config.models import EvalSection
 from agl_core.errors import EngineError, PluginError, StoreError
 from agl_core.health.alarms import StallWatch
@@ -24,7 +25,7 @@ from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
 from agl_core.training.loop import Evaluator
 from agl_core.training.metrics import Observer
-from agl_core.training.rollouts import Collector, TrainingPlan, train_index
+from agl_core.training.rollouts import Collector, TrainingPlan
 from agl_core.types import (
     Attempt,
     AttemptKey,
