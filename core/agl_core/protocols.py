@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -61,6 +63,21 @@ class TaskSource(Protocol):
 
     def task(self, index: int) -> Task:
         """The task at this index; the same for the same index, always."""
+
+
+def train_index(source: TaskSource, position: int, seed: int) -> int:
+    """The task at a position of training: endless sources continue; finite ones are shuffled each epoch."""
+    if source.size is None:
+        return position
+    epoch, index = divmod(position, source.size)
+    return _order(source.size, f"{seed}:{epoch}")[index]
+
+
+@lru_cache(maxsize=2)  # Two epochs meet in a step; to shuffle 100,000 tasks takes as long as a small step.
+def _order(size: int, seed: str) -> Sequence[int]:
+    order = list(range(size))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 @runtime_checkable

@@ -19,13 +19,12 @@ import orjson
 import tomli_w
 
 from agl_core import private
-from agl_core.builtin.tasks import train_index
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, TrainingError
 from agl_core.health.alarms import alarm_of_failures
 from agl_core.health.rollouts import mean
 from agl_core.learning.transitions import message_text
-from agl_core.protocols import RecordedTasks
+from agl_core.protocols import RecordedTasks, train_index
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import group_of
 from agl_core.training.session import Session

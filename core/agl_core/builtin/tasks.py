@@ -7,11 +7,9 @@ metadata, which rewards see and the agent does not.
 from __future__ import annotations
 
 import math
-import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -22,7 +20,7 @@ from agl_core.config.load import CONFIG_FILE
 from agl_core.config.models import MixtureOptions
 from agl_core.config.resolve import Chosen
 from agl_core.errors import ConfigError, EpisodesError, nearest
-from agl_core.protocols import RecordedTasks, TaskSource
+from agl_core.protocols import RecordedTasks, TaskSource, train_index
 from agl_core.reading.files import is_recording, load_dataset, read_rows
 from agl_core.types import RecordedRollout, Rollout, Task
 from agl_core.types.forms import dump_json, load_json
@@ -300,18 +298,3 @@ class Mixture:
         part = self._parts[name]
         task = part.task(train_index(part, cycle * self._counts[name] + number, self._seed))
         return replace(task, id=f"{name}/{task.id}", metadata={"part": name, **task.metadata})
-
-
-def train_index(source: TaskSource, position: int, seed: int) -> int:
-    """The task at a position of training: endless sources continue; finite ones are shuffled each epoch."""
-    if source.size is None:
-        return position
-    epoch, index = divmod(position, source.size)
-    return _order(source.size, f"{seed}:{epoch}")[index]
-
-
-@lru_cache(maxsize=2)  # Two epochs meet in a step; to shuffle 100,000 tasks takes as long as a small step.
-def _order(size: int, seed: str) -> Sequence[int]:
-    order = list(range(size))
-    random.Random(seed).shuffle(order)
-    return order

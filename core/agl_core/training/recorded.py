@@ -11,7 +11,6 @@ from itertools import chain, islice
 
 import numpy as np
 
-from agl_core.builtin.tasks import train_index
 from agl_core.config.load import LoadedConfig
 from agl_core.config.sections import policy_of
 from agl_core.errors import ConfigError, nearest
@@ -20,7 +19,7 @@ from agl_core.learning.batch import NO_CREDIT, BatchPlan, filter_trainable, make
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, reported
 from agl_core.learning.tool_results import messages_of
 from agl_core.learning.transitions import episode_of
-from agl_core.protocols import Engine, RecordedTasks
+from agl_core.protocols import Engine, RecordedTasks, train_index
 from agl_core.training.metrics import Advance
 from agl_core.training.rollouts import (
     Collector,

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeVar
 
-from agl_core.builtin.tasks import train_index
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import PluginError
 from agl_core.health.alarms import StallWatch
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, reported, score_all, score_groups
 from agl_core.learning.transitions import build_episode, episode_of
 from agl_core.plugins import RunHooks
-from agl_core.protocols import Buffer, RecordedTasks, TaskSource
+from agl_core.protocols import Buffer, RecordedTasks, TaskSource, train_index
 from agl_core.server.queue import RolloutQueue
 from agl_core.store.interface import Store
 from agl_core.training.metrics import Advance

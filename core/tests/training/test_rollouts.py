@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_store import MemoryStore
 
-from agl_core.builtin.tasks import train_index
 from agl_core.config.models import EvalSection
 from agl_core.errors import EngineError, PluginError, StoreError
 from agl_core.health.alarms import StallWatch
 from agl_core.health.table import AlarmName
 from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
-from agl_core.protocols import GroupRewardRule
+from agl_core.protocols import GroupRewardRule, train_index
 from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
 from agl_core.training.loop import Evaluator
