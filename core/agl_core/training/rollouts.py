@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import PluginError
@@ -25,7 +25,6 @@ from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, r
 from agl_core.learning.transitions import build_episode, episode_of
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Buffer, RecordedTasks, TaskSource, train_index
-from agl_core.server.queue import RolloutQueue
 from agl_core.store.interface import Store
 from agl_core.training.metrics import Advance
 from agl_core.types import (
@@ -46,6 +45,9 @@ from agl_core.types import (
     TrainingRecord,
     scored_return,
 )
+
+if TYPE_CHECKING:  # A run is read where no server is installed, too.
+    from agl_core.server.queue import RolloutQueue
 
 Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord, Annotation)
 logger = logging.getLogger(__name__)
