@@ -148,7 +148,7 @@ class ReinforceOptions(TimeOptions):
     gamma: float = Field(1.0, ge=0, le=1)
     """With across_calls: what a reward is worth one call earlier."""
     whitening: WhiteningUnit | Literal["off"] = "tokens"
-    """What counts once in the batch's mean and deviation of the returns; 'off': neither, and the return is the
+    """The unit that counts once in the batch's mean and deviation of the returns; 'off': neither, and the return is the
     advantage. Recorded replies are then imitated in proportion to their rewards."""
 
     @model_validator(mode="after")
@@ -162,11 +162,11 @@ class PpoOptions(TimeOptions):
     """A learned critic, advantages by GAE, clipped ratio and clipped value loss (arXiv 1707.06347)."""
 
     gamma: float = Field(1.0, ge=0, le=1)
-    """What a value is worth one step earlier: a token, or with across_calls a call."""
+    """The worth of a value one step earlier: a token, or with across_calls a call."""
     lam: float = Field(1.0, ge=0, le=1)
     """GAE's λ: 0 trusts the critic one step ahead, 1 only what was observed."""
     whitening: WhiteningUnit | Literal["off"] = "tokens"
-    """What counts once in the batch's mean and deviation of the advantages; 'off': neither."""
+    """The unit that counts once in the batch's mean and deviation of the advantages; 'off': neither."""
     value_clip: float | None = Field(0.2, gt=0, le=1000)
     """How far a value may move in one update before its loss stops pulling."""
     critic_learning_rate: float = Field(1e-5, gt=0, le=1)
@@ -186,9 +186,9 @@ class DistillOptions(PolicyGradientOptions):
     """The model to learn from, with the policy's tokenizer: a folder or a hub name, or the base URL of an
     OpenAI-compatible server, ending in /v1, that returns `prompt_logprobs` as vLLM does."""
     teacher_model: str | None = None
-    """Of a served teacher its name on the server."""
+    """The name of a served teacher on its server."""
     teacher_key_env: str | None = None
-    """Of a served teacher the environment variable that holds the server's key; absent: no key."""
+    """The environment variable that holds the key of a served teacher's server; absent: no key."""
     reward_weight: float = Field(0.0, ge=0, le=1000)
     """How much GRPO's advantage of the credited return counts beside the teacher's log-ratio; 0: no reward is looked
     at."""

@@ -217,7 +217,7 @@ def grpo(**options: Any) -> Grpo:
 
 
 def start_policies(**policies: PolicySpec) -> Policies:
-    """Of those that name no algorithm, GRPO without a reference."""
+    """A policy that names no algorithm has GRPO without a reference."""
     plain = {"algorithm": "grpo", "algorithm_options": {"beta": 0.0}}
     specs = {name: spec if spec.algorithm else replace(spec, **plain) for name, spec in policies.items()}
     context = EngineContext(Path("run"), 0, specs, False, (), "key")

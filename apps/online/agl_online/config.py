@@ -35,8 +35,8 @@ class OnlineSection(Section):
     idle_minutes: float = Field(30.0, gt=0)
     """Minutes without a call after which a session has ended."""
     redact: tuple[str, ...] = ()
-    """What is replaced in texts before they are stored: names of patterns ('email', 'card', 'phone', 'ip', 'secret')
-    and regular expressions of your own."""
+    """The patterns that are replaced in texts before they are stored: names of patterns ('email', 'card', 'phone',
+    'ip', 'secret') and regular expressions of your own."""
     keep_days: float | None = Field(None, gt=0)
     """A session is removed for good this many days after its end; absent: it is kept."""
 

@@ -47,7 +47,7 @@ class _ChoiceExtras(Struct):
 
 
 class _Extras(Struct):
-    """What agl's own model servers say beside the reply."""
+    """The fields that agl's own model servers send beside the reply."""
 
     choices: Sequence[_ChoiceExtras] = ()
     version: int | None = None

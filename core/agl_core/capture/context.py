@@ -148,7 +148,7 @@ class IdentityScope:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """Where the running code belongs."""
+    """The attempt and agent that the running code belongs to."""
 
     attempt: AttemptContext | None = None
     scope: IdentityScope | None = None

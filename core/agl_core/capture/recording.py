@@ -142,7 +142,7 @@ class SentCall:
     address: str
     body: bytes
     headers: dict[str, str]
-    """Those of the request, and who makes the call: what a server would have got."""
+    """The headers of the request, and who makes the call, as a server would have got them."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     started: float = field(default_factory=time.time)
     ended: float = 0.0

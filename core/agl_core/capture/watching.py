@@ -90,8 +90,8 @@ def in_rollout(enter: Enter, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
 def within(enter: Callable[..., AbstractContextManager[Any]], *, streams: bool = False) -> _Wrap:
     """A wrapper of functions, sync or async: each call is made inside `enter(*args, **kwargs)`.
 
-    What that yields, if it has a `result`, gets what the function returned. With `streams`, the function may return a
-    generator, sync or async: then the call lasts until its end, and its items are the results.
+    The object that it yields, if it has a `result`, gets what the function returned. With `streams`, the function may
+    return a generator, sync or async: then the call lasts until its end, and its items are the results.
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:

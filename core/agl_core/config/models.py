@@ -245,11 +245,11 @@ class RunConfig(Section):
     name: str = Field("run", pattern=f"^{FOLDER_NAME.pattern}$")
     """The run's folder below `runs`."""
     runs: Path = Path("runs")
-    """Where run folders go, relative to the working directory."""
+    """The folder of run folders, relative to the working directory."""
     seed: int = Field(0, ge=0)
     """Seed of all random choices."""
     folder: Path = Path()
-    """Where relative paths and the agent's module start, relative to this file."""
+    """The folder where relative paths and the agent's module start, relative to this file."""
     plugins: tuple[Path, ...] = ()
     """Your own plugin files, relative to this file."""
     agent: AgentSection | None = None
@@ -274,11 +274,11 @@ class RunConfig(Section):
     credit: PluginChoice = PluginChoice(name="identical")
     """How an episode's rewards are shared among its transitions."""
     algorithm: PluginChoice = PluginChoice(name="grpo")
-    """What computes advantages from credited rewards, and the loss."""
+    """The algorithm that computes advantages from credited rewards, and the loss."""
     engine: PluginChoice = PluginChoice(name="torch")
-    """What holds, serves and trains the weights."""
+    """The engine that holds, serves and trains the weights."""
     store: PluginChoice = PluginChoice(name="sqlite")
-    """Where everything that happens is recorded."""
+    """The store that records everything that happens."""
     alarms: dict[AlarmName, Annotated[float, Field(gt=0)] | Literal[False]] = Field({})
     """Thresholds of alarms by their names, instead of those in docs/health.md; `no_contrast = false` switches that one
     off."""

@@ -95,7 +95,7 @@ class LoadedConfig:
     is_whole: bool
     """True if everything that it names was needed."""
     single: Mapping[str, Chosen | None]
-    """Of the kinds of which a run has one, by the name of their table."""
+    """The parts of which a run has one of a kind, by the name of their table."""
     policies: Mapping[str, PolicyPlan]
     tasks: Mapping[str, Chosen]
     """By the name of the set."""

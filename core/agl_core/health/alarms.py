@@ -61,7 +61,7 @@ class Watch:
         return {key: value for step in self.steps[-1:] for key, value in step.items() if key.startswith("alarm/")}
 
     def wanted(self, alarms: Iterable[Alarm]) -> list[Alarm]:
-        """Those of these alarms that the run has not switched off."""
+        """The alarms among these that the run has not switched off."""
         return [alarm for alarm in alarms if self.settings.get(alarm.name) is not False]
 
     def look(self, numbers: Numbers, others: Iterable[Alarm] = ()) -> list[Alarm]:
@@ -197,7 +197,7 @@ def alarms_of(loaded: LoadedConfig) -> list[AlarmName]:
 
 
 def alarms_on(episodes: Sequence[Episode], names: Iterable[AlarmName]) -> list[Alarm]:
-    """Those of these alarms that the rollouts raise."""
+    """The alarms among these that the rollouts raise."""
     return [name.raised(seen) for name in names if (seen := _ON_ROLLOUTS[name](episodes)) is not None]
 
 

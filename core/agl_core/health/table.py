@@ -26,7 +26,7 @@ SHORTEST_STALL = 60.0
 
 @dataclass(frozen=True)
 class Signal:
-    """What an alarm sees in the numbers of the steps."""
+    """The observation of an alarm in the numbers of the steps."""
 
     limit: float
     """The threshold; a run may set its own."""

@@ -213,7 +213,7 @@ def _why_nothing_was_learned(steps: Sequence[Numbers]) -> str:
 
 
 def _dropped(steps: Sequence[Numbers]) -> Counter[str]:
-    """What was dropped in these steps, transitions and whole episodes, by the reason."""
+    """The transitions and whole episodes that these steps dropped, by reason."""
     return counts(steps, "dropped/") + counts(steps, "episodes_dropped/")
 
 

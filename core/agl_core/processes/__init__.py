@@ -66,7 +66,7 @@ class Process:
         self._writer.write(orjson.dumps(message) + b"\n")
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """What the process sends, until it closes its end of the channel. ValueError for a line that is too long."""
+        """The lines that the process sends, until it closes its end of the channel. ValueError if one is too long."""
         with contextlib.suppress(ConnectionError):
             while line := await self._reader.readline():
                 yield line

@@ -15,7 +15,7 @@ server adopts what such a process leaves behind. Elsewhere the process group is 
 
 A forked process gets its job as one line over its channel, the first of its file descriptors, and calls the first of
 the functions with the job, the channel and the other descriptors. The server never sees a job, so nothing that one
-process is told, or changes, is there for the next.
+process gets, or changes, is there for the next.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ class HeldBody:
                 del self._weights[holder]
 
     def _hold(self, holder: AttemptKey | None, weight: int) -> int:
-        """What this holder holds with so much more."""
+        """The weight that this holder holds, with so much more."""
         self._weights[holder] = held = self._weights.get(holder, 0) + weight
         return held
 

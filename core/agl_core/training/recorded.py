@@ -49,7 +49,7 @@ class Recordings:
         """By policy, whether the recorded ids are those of its own tokenizer, once that is known."""
 
     async def adopt(self, recorded: RecordedRollout, rollout: Rollout) -> RecordedRollout:
-        """What was recorded as this rollout of the run, with the rewards that the agent reported."""
+        """The recorded rollout as this one of the run, with the rewards that the agent reported."""
         keeps_logprobs = recorded.rollout.mode.trains and not self._imitated
         return RecordedRollout(
             replace(

@@ -59,7 +59,7 @@ HEALTH_INTERVAL = 2.0
 async def read_attempts(
     store: Store, rollouts: Sequence[Rollout], attempts: Sequence[Attempt]
 ) -> dict[AttemptKey, RecordedRollout]:
-    """What was recorded of these attempts at the rollouts, in their order."""
+    """The records of these attempts at the rollouts, in their order."""
     keys, by_id = [attempt.key for attempt in attempts], {rollout.id: rollout for rollout in rollouts}
     calls, tool_results = by_attempt(await store.calls(keys)), by_attempt(await store.tool_results(keys))
     rewards, annotations = by_attempt(await store.rewards(keys)), by_attempt(await store.annotations(keys))
