@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -16,6 +14,8 @@ from agl_core import kinds
 from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
+from agl_core.testing.scripts import Fail, Raw, Received, Step
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Episode, Task, ToolResult, ToolStatus, Transition
 
 
@@ -65,77 +65,52 @@ class Asked:
         self.labels: list[str] = re.findall(r'"(\w+)": N', "\n".join(after))
 
 
-class Endpoint(ThreadingHTTPServer):
-    """Answers chat completions after `delay` seconds, and remembers what it was asked.
-
-    The answer is `reply`, with a label in the place of LABEL, unless `judgement` makes another of what was asked.
-    """
-
-    request_queue_size = 64
+class Endpoint(ScriptedUpstream):
+    """A judge: it answers `reply` with a label for LABEL, unless `judgement` makes another of the request."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__()
+        self.answer = self._judge
         self.reply: str | None = '{"LABEL": 7}'
-        self.judgement: Callable[[Asked], Any] = self._reply
+        self.judgement: Callable[[Asked], Any] = lambda asked: (
+            self.reply and self.reply.replace("LABEL", asked.labels[0])
+        )
         """A text, or what is its JSON."""
-        self.statuses: list[int] = []
-        """Those of the next responses; then 200."""
         self.status = 200
         self.has_format = True
         """True if it takes a `response_format`."""
         self.delay = 0.0
-        self.requests: list[dict[str, Any]] = []
-        self.authorizations: list[str | None] = []
-        self.came = threading.Semaphore(0)
-        """Released by each request."""
+        """Seconds before each answer."""
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
+    def requests(self) -> list[dict[str, Any]]:
+        return [{"path": received.path, **received.body} for received in self.received]
+
+    @property
+    def authorizations(self) -> list[str | None]:
+        return [received.headers.get("Authorization") for received in self.received]
 
     def judge(self, episodes: Episodes, rule: str = "judge", **settings: Any) -> Any:
         """The reward rule that asks this endpoint."""
         given = {"base_url": self.url, "model": "m", "rubric": "Be {polite}.", **settings}
         return episodes.rule(kinds.REWARD, rule, **given)
 
-    def _reply(self, asked: Asked) -> str | None:
-        return self.reply and self.reply.replace("LABEL", asked.labels[0])
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Endpoint
-
-    def do_POST(self) -> None:
-        server = self.server
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        server.requests.append({"path": self.path, **json.loads(body)})
-        server.authorizations.append(self.headers["Authorization"])
-        server.came.release()
-        time.sleep(server.delay)
-        content = server.judgement(Asked(json.loads(body)))
+    async def _judge(self, received: Received) -> Step:
+        await asyncio.sleep(self.delay)
+        status = self.status if self.has_format or "response_format" not in received.body else 400
+        if status != 200:
+            return Fail(status)
+        content = self.judgement(Asked(received.body))
         content = content if isinstance(content, str | None) else json.dumps(content)
-        answer = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
-        is_refused = not server.has_format and "response_format" in json.loads(body)
-        status = server.statuses.pop(0) if server.statuses else server.status
-        self.send_response(400 if is_refused else status)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Keep the test's output clean."""
+        return Raw(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
 
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     monkeypatch.setattr("agl_rewards.judge.RETRY_WAITS", (0.0, 0.0))
-    server = Endpoint()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    endpoint = Endpoint()
+    with endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="session", name="make")

@@ -11,6 +11,8 @@ import pytest
 
 from agl_core.errors import ConfigError
 from agl_core.learning.rewards import ScoringRule, score
+from agl_core.testing.scripts import Fail
+from agl_core.testing.server import until
 from agl_core.types import DropReason, Ending
 from agl_rewards import JudgeError
 from agl_rewards.judge import Question
@@ -140,10 +142,10 @@ async def test_a_refused_reply_is_asked_for_once_more_with_the_fault(make: Any, 
 
 
 async def test_a_busy_endpoint_is_asked_again_within_the_budget(make: Any, endpoint: Any) -> None:
-    endpoint.statuses = [429, 503]
+    endpoint.script(Fail(429), Fail(503))
     rule = endpoint.judge(make, max_calls=4)
     assert await rule(make.episode(result="a")) == 0.7
-    endpoint.statuses = [500] * 3
+    endpoint.script(*[Fail(500)] * 3)
     with pytest.raises(JudgeError, match="asked 4 times"):
         await rule(make.episode(result="b"))
     assert len(endpoint.requests) == 4
@@ -230,7 +232,7 @@ async def test_one_who_is_cancelled_does_not_take_the_score_from_the_others(make
     endpoint.delay = 0.2
     rule = endpoint.judge(make)
     first, second = (asyncio.create_task(rule(make.episode(result="a"))) for _ in range(2))
-    assert await asyncio.to_thread(endpoint.came.acquire, timeout=30)
+    await until(lambda: endpoint.requests)
     first.cancel()
     assert await second == 0.7
     assert first.cancelled()
