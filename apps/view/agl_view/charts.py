@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn here: lines, stacked bars, histograms and sparklines. Colours are classes of the style sheet."""
+"""Charts as SVG: lines, stacked bars, histograms and sparklines. Colours are classes of the style sheet."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from markupsafe import Markup, escape
 from agl_core.cli.words import ROUNDING, harmless, number
 
 Points: TypeAlias = Sequence[tuple[int, float]]
-"""Values, each with its step."""
+"""(step, value) each."""
 Link: TypeAlias = Callable[[int], str]
-"""The address of a step."""
+"""Step → address of its page."""
 
 _WIDE, _MIDDLE, NARROW = (640, 260), (430, 240), (380, 170)
-"""Width and height of a chart, in its own units: about a pixel each."""
+"""Width and height of a chart in units of about a pixel."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 10, 24
 _LEAST_TARGET = 4.0
-"""Units between two steps that can be pointed at; of denser ones, only some can be."""
+"""Least width of the area of a step that can be pointed at; of denser steps, only some have one."""
 _WIDEST_BAR = 90.0
 _MOST_BARS = 60
-"""Steps that have a bar each; with more, the tops of the parts are lines."""
+"""Steps that have a bar each; more are areas."""
 _COLOURS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart with its title and the names of its series, each with the class of its colour."""
-
     title: str
     note: str
     svg: Markup
     legend: Sequence[tuple[str, str]]
+    """(name, class of its colour) of each series."""
 
 
 def line_chart(
@@ -49,9 +48,9 @@ def line_chart(
     whole: bool = False,
     bands: Mapping[str, Points] = MappingProxyType({}),
 ) -> Chart | None:
-    """One line for each name, which may be empty; values that are no numbers are left out. None if nothing is left.
+    """One line for each name, which may be empty. Values that are not finite are left out; None if nothing is left.
 
-    `bands` has the outline of what lies around a line, by the line's name. A `whole` axis of shares goes from 0 to 1.
+    `bands` are outlines around lines, by the line's name. `whole`: an axis of shares goes from 0 to 1.
     """
     finite = {
         name: [(x, y if abs(y) > ROUNDING else 0.0) for x, y in points if math.isfinite(y)]
@@ -73,12 +72,11 @@ def line_chart(
         if len(points) <= 40:
             kind = f"dot c{at % _COLOURS}"
             parts += [tag("circle", {"class": kind, "cx": scale.x(x), "cy": scale.y(y), "r": 2.6}) for x, y in points]
-    parts += _targets(scale, finite, link)
-    return Chart(title, note, _svg(title, scale, finite, parts), _legend(finite))
+    return _chart(title, note, scale, finite, [*parts, *_targets(scale, finite, link)])
 
 
 def stacked(title: str, note: str, series: Mapping[str, Points], link: Link | None = None) -> Chart | None:
-    """A bar for each step, of one part for each name; areas for many steps. None if all are zero."""
+    """A bar for each step, one part for each name; areas if there are many steps. None if all are zero."""
     parts_of = {name: [(x, y) for x, y in points if math.isfinite(y) and y > 0] for name, points in series.items()}
     parts_of = {name: points for name, points in parts_of.items() if points}
     if not parts_of:
@@ -99,12 +97,11 @@ def stacked(title: str, note: str, series: Mapping[str, Points], link: Link | No
         for x, y in points:
             parts.append(scale.bar(x, width, below[x], below[x] + y, at))
             below[x] += y
-    parts += _targets(scale, parts_of, link)
-    return Chart(title, note, _svg(title, scale, parts_of, parts), _legend(parts_of))
+    return _chart(title, note, scale, parts_of, [*parts, *_targets(scale, parts_of, link)])
 
 
 def histogram(title: str, note: str, values: Sequence[float], link: Callable[[float, float], str]) -> Chart | None:
-    """How often which values are there: a bar for each of a few values, else for each of twelve ranges."""
+    """Counts: a bar for each value, or for each of twelve ranges where there are more values."""
     finite = sorted(value for value in values if math.isfinite(value))
     if not finite:
         return None
@@ -123,11 +120,11 @@ def histogram(title: str, note: str, values: Sequence[float], link: Callable[[fl
         if len(bins) <= 6 or at % 2 == 0:
             parts.append(text(scale.x(at), scale.height - 7, number(low, 3), "middle"))
         parts.append(text(scale.x(at), scale.y(count) - 4, str(count), "middle", "count"))
-    return Chart(title, note, _svg(title, scale, {}, parts), ())
+    return _chart(title, note, scale, {}, parts)
 
 
 def sparkline(values: Sequence[float], title: str) -> Markup:
-    """The course of some values, as small as a word."""
+    """A line as small as a word."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return Markup("")
@@ -168,7 +165,7 @@ def strip(values: Mapping[str, float], mean: float, std: float, mine: str | None
 
 
 class Scale:
-    """Where steps and values are in the picture."""
+    """Coordinates of steps and values."""
 
     def __init__(
         self, steps: Sequence[int], low: float, high: float, size: tuple[int, int], *, band: bool = False
@@ -176,13 +173,13 @@ class Scale:
         self.steps = steps
         self.width, self.height = size
         self.inside = self.height - _TOP - _BOTTOM
-        """The height between the axes' ends."""
+        """Height between the ends of the axis."""
         self._ticks = _ticks(low, high)
         self._low, self._high = self._ticks[0], self._ticks[-1]
         self._first = steps[0]
         places = len(steps) if band else max(steps[-1] - steps[0] + 1, 1)
         self.pitch = (self.width - _LEFT - _RIGHT) / places
-        """The distance from one step to the next."""
+        """Width of one step."""
 
     def x(self, step: float) -> float:
         return _LEFT + self.pitch * (step - self._first + 0.5)
@@ -191,12 +188,11 @@ class Scale:
         return self.height - _BOTTOM - self.inside * (value - self._low) / (self._high - self._low)
 
     def bar(self, step: float, width: float, low: float, high: float, colour: int) -> Markup:
-        """A bar at a step, from one value to a higher one."""
         place = {"x": self.x(step) - width / 2, "y": self.y(high), "width": width}
         return tag("rect", {"class": f"bar c{colour % _COLOURS}", **place, "height": self.y(low) - self.y(high)})
 
     def places(self, points: Iterable[tuple[float, float]]) -> str:
-        """Points as a line or an area takes them."""
+        """The attribute `points` of a line or an area."""
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points)
 
     def axes(self, *, x_labels: bool = True) -> list[Markup]:
@@ -212,7 +208,7 @@ class Scale:
 
 
 def _targets(scale: Scale, series: Mapping[str, Points], link: Link | None) -> list[Markup]:
-    """The areas that can be pointed at: for each step all its values, with a link."""
+    """The areas that can be pointed at: a step with all its values as a tooltip, and its link."""
     at_step: dict[int, list[str]] = {}
     for name, points in series.items():
         for x, y in points:
@@ -230,11 +226,7 @@ def _targets(scale: Scale, series: Mapping[str, Points], link: Link | None) -> l
     return targets
 
 
-def _legend(names: Mapping[str, Points]) -> list[tuple[str, str]]:
-    return [(name, f"c{at % _COLOURS}") for at, name in enumerate(names) if name]
-
-
-def _svg(title: str, scale: Scale, series: Mapping[str, Points], parts: Sequence[Markup]) -> Markup:
+def _chart(title: str, note: str, scale: Scale, series: Mapping[str, Points], parts: Sequence[Markup]) -> Chart:
     courses = "; ".join(
         f"{name} from {number(points[0][1], 3)} to {number(points[-1][1], 3)}".strip()
         for name, points in series.items()
@@ -242,16 +234,17 @@ def _svg(title: str, scale: Scale, series: Mapping[str, Points], parts: Sequence
     label = f"{title}. {courses}" if courses else title
     box = f"0 0 {scale.width} {scale.height}"
     kind = "chart wide" if scale.width == _WIDE[0] else "chart"
-    return tag("svg", {"class": kind, "viewBox": box, "role": "group", "aria-label": label}, Markup("").join(parts))
+    attributes = {"class": kind, "viewBox": box, "role": "group", "aria-label": label}
+    legend = [(name, f"c{at % _COLOURS}") for at, name in enumerate(series) if name]
+    return Chart(title, note, tag("svg", attributes, Markup("").join(parts)), legend)
 
 
 def text(x: float, y: float, word: str, anchor: str, kind: str = "tick") -> Markup:
-    """A word of a picture."""
     return tag("text", {"class": kind, "x": x, "y": y, "text-anchor": anchor}, word)
 
 
 def tag(name: str, attributes: Mapping[str, str | float], inside: str | Markup = "") -> Markup:
-    """An element of a picture: what it says is text, and numbers are places in it."""
+    """An element; `inside` and attributes are escaped, numbers rounded to a tenth."""
     texts = {key: value if isinstance(value, str) else f"{value:.1f}" for key, value in attributes.items()}
     written = "".join(f' {key}="{escape(harmless(value))}"' for key, value in texts.items())
     return Markup(f"<{name}{written}>{inside if isinstance(inside, Markup) else escape(harmless(inside))}</{name}>")

@@ -1,4 +1,4 @@
-"""Groups of rollouts, for the pages: those of a list, and the rollouts of one task side by side."""
+"""Groups of rollouts, for the pages: in lists, and side by side."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from agl_core.types import Rollout, TrainingRecord, are_equal
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rollout of a group."""
-
     entry: RolloutEntry
     advantage: float | None
-    """The mean over its trained transitions, of the last step that used it; None if none was trained on."""
+    """The mean over its transitions that the last step trained on; None without any."""
     matches: bool
     """True if the query asks for it."""
 
@@ -53,7 +51,7 @@ class Group:
 
 
 def groups_on(page: RolloutPage) -> list[Group]:
-    """Groups in which something matches: those that train first, of several steps the newest first."""
+    """Groups in which something matches: training before evaluation, the newest step first."""
     by_id = {entry.rollout.id: entry for entry in page.entries}
     groups = [
         Group([Member(by_id[r.id], _advantage(by_id[r.id].training_records), r.id in page.matching) for r in group])
@@ -78,13 +76,13 @@ class Cell:
     shared: str
     """The beginning of its response that all sides with the same history have."""
     own: str
-    """The rest, where they part."""
+    """The rest."""
 
 
 def align(sides: Sequence[RolloutReport]) -> list[tuple[list[Cell | None], bool]]:
-    """The turns of all sides, each against those that had said the same until then; None where a side has none.
+    """One row for each turn: a cell for each side, None where a side has no such turn.
 
-    True beside a turn: sides with the same history went different ways there.
+    The boolean is True if sides with the same history parted in this turn.
     """
     turns = [[] if side.counted is None else side.counted.turns for side in sides]
     texts = [[message_text(turn.transition.response) for turn in of_side] for of_side in turns]

@@ -26,21 +26,20 @@ _HEADERS = {
 
 
 class Guard:
-    """Lets a request through to `app` if its browser has shown the token, and only if it reads.
+    """Lets GET requests of browsers that have shown the token through to `app`.
 
-    The first request has the token in its address (`?token=…`). It is answered with a cookie, and with the same address
-    without the token, so that neither history nor a link that is passed on has it. On loopback too: what agents start
-    runs on this machine, and must not read expected answers.
+    The first request has the token in its address (`?token=…`). The reply sets a cookie and redirects to the address
+    without the token, so that neither history nor a shared link has it. Loopback needs it too: processes of agents run
+    on this machine, and must not read expected answers.
 
-    The Host header must name this machine itself, so that no page elsewhere reads these ones under a name of its own
-    that leads here (DNS rebinding). With an operator's key it may be any: a page elsewhere has neither that nor the
-    cookie.
+    The Host header must name this machine, against DNS rebinding. With an operator's key it may be any: a page
+    elsewhere has neither the key nor the cookie.
     """
 
     def __init__(self, app: ASGIApp, token: str, operator_key: str | None = None, once: str = "") -> None:
         self._app, self._token, self._operator_key = app, token, operator_key
         self._once = once
-        """A token that is good for one request: a browser's command line, which all can see, has it."""
+        """A token for one request: it stands on a browser's command line, which all can see."""
         self._cookie = f"agl-view-{secrets.token_hex(4)}"
         self._session = secrets.token_urlsafe(32)
 
@@ -104,7 +103,7 @@ def _is_here(request: Request) -> bool:
 
 
 def _password(request: Request) -> str:
-    """The password that the browser asked its user for."""
+    """The password of HTTP basic authentication."""
     scheme, _, sent = request.headers.get("authorization", "").partition(" ")
     try:
         return base64.b64decode(sent).decode().partition(":")[2] if scheme.lower() == "basic" else ""

@@ -38,11 +38,7 @@ _RESTART_SECONDS = 1.0
 
 
 def make_app(paths: Sequence[Path], token: str, operator_key: str | None = None, once: str = "") -> Starlette:
-    """The pages about the runs at `paths`, each a run or a folder of runs, for browsers that have shown `token`.
-
-    The token `once` is good for one request. Browsers on other machines need the operator's key; without one they see
-    nothing.
-    """
+    """The pages about the runs at `paths`, each a run or a folder of runs (access: `Guard`)."""
     pages = Pages(RunFolders(paths))
 
     async def failed(request: Request, error: Exception) -> Response:
@@ -80,7 +76,7 @@ def answer(
     operator_key: str | None = None,
     once: str = "",
 ) -> None:
-    """Show the runs in these folders until a signal ends it."""
+    """Serve the pages until a signal ends it."""
     config = uvicorn.Config(
         make_app(folders, token, operator_key, once),
         access_log=False,
@@ -93,17 +89,17 @@ def answer(
 
 
 def address_of(listener: socket.socket, path: str, token: str) -> str:
-    """Where a browser on this machine opens a page."""
+    """The address of a page for a browser on this machine."""
     return f"{url_of(*listener.getsockname()[:2])}{path}?token={token}"
 
 
 @asynccontextmanager
 async def shown_beside(run: Path, host: str, port: int, operator_key: str | None) -> AsyncIterator[str]:
-    """Show `run`, and those in the same folder, while this process writes it, at an address with a token in it.
+    """Show `run` and its folder's other runs while this process writes it; yields an address with a token in it.
 
-    A process of its own answers, so that reading never holds up the gateway; it starts with the first visitor, and ends
-    with this process, however that ends. The lock of the store's writer also needs this: a process loses it when it
-    opens the store's file a second time and closes it.
+    Another process answers, so that reading never holds up the gateway: it starts with the first visitor, and ends with
+    this process. The lock of the store's writer needs this too: a process that opens the store's file a second time and
+    closes it loses the lock.
     """
     run = await asyncio.to_thread(run.resolve)
     listener = bind(host, port)
@@ -120,7 +116,7 @@ async def shown_beside(run: Path, host: str, port: int, operator_key: str | None
 
 
 async def _answer_visitors(listener: socket.socket, settings: dict[str, str | None]) -> None:
-    """Start the process that answers once someone calls, and again should it fail."""
+    """Start the process on the first request, and again if it fails."""
     loop = asyncio.get_running_loop()
     while True:
         called = asyncio.Event()
@@ -152,7 +148,7 @@ async def _answer_visitors(listener: socket.socket, settings: dict[str, str | No
 
 
 def answer_beside(descriptor: int, orders: IO[bytes]) -> None:
-    """The program of `shown_beside`'s process: `orders` has a line of settings, and ends with the run's process."""
+    """The process of `shown_beside`: `orders` is a line of settings, and ends with the run's process."""
     settings = orjson.loads(orders.readline())
     with contextlib.suppress(OSError):
         os.nice(5)  # Training goes first.

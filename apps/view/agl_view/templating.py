@@ -1,4 +1,4 @@
-"""Pages from templates. Every text is escaped, and no character of it steers: agents wrote much of it."""
+"""Pages from templates. All text is escaped and without control characters: agents wrote much of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agl_view.charts import sparkline
 
 
 def page_address(*parts: str, **query: Any) -> str:
-    """The address of a page: the parts of its path, and what of the query is given.
+    """The address of a page by the parts of its path; query values that are None or "" are left out.
 
     >>> page_address("runs", "a b/c", "rollouts", step=3, text=None)
     '/runs/a%20b%2Fc/rollouts?step=3'

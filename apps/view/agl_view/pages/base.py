@@ -1,11 +1,10 @@
 """The pages of runs, rollouts, groups and calls, and what all pages share.
 
-What a page needs is read by `agl_core.reading`, and a template makes HTML of it.
+`agl_core.reading` reads the data, a template makes HTML of it.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -37,11 +36,11 @@ from agl_view.groups import align, groups_on
 from agl_view.templating import make_environment, page_address
 
 PAGE_SIZE = 100
-"""Rollouts of a page at most, but for a step or a filter."""
+"""Rollouts of a page without a step or a filter."""
 MAX_SEARCHED = 1000
-"""Rollouts of a step that are shown together, and of a run that a filter looks at."""
+"""Rollouts of a page with a step or a filter."""
 _SURE = (0.05, 0.2, 0.7, 1.6, 3.0)
-"""Bounds of the shades of a token, in nats: the negative log-probability with which it was sampled."""
+"""Bounds of a token's shades in nats (negative log-probability)."""
 _SORTED_BY = {"state": "state", "progress": "steps", "before": "reward_before", "after": "reward_after", "size": "size"}
 """Columns that sort the list of runs, each by a field of `RunEntry`; the largest first."""
 _QUERY = TypeAdapter(Query)
@@ -53,8 +52,6 @@ class BadQueryError(AglError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """A run in the list."""
-
     name: str
     entry: RunEntry | None
     """None if its folder cannot be read."""
@@ -62,12 +59,10 @@ class RunLine:
 
     @property
     def rewards(self) -> list[float]:
-        """The mean training reward of each step."""
         return [value for _, value in series(self.metrics, "train", "reward/mean")]
 
     @property
     def alarms(self) -> list[str]:
-        """The names of the alarms that were raised."""
         return sorted({alarm.name.replace("_", " ") for line in self.metrics for alarm in line.alarms})
 
     @property
@@ -76,16 +71,13 @@ class RunLine:
 
 
 class RunFolders:
-    """Runs, and folders of runs: what appears in these is shown too."""
+    """Runs, and folders of runs, which are read anew for each page."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = [path.resolve() for path in paths]
 
     def named(self) -> dict[str, Path]:
-        """The runs, the newest first, by their names in addresses; of two folders of one name, the second is `NAME~2`.
-
-        A name stays as long as the order of the folders' paths does.
-        """
+        """The runs by their names in addresses, the newest first; the second folder of one name is `NAME~2`."""
         times: dict[Path, float] = {}
         for path in self._paths:
             own = path / CONFIG_FILE
@@ -118,12 +110,12 @@ class Pages:
         self._templates = {name: environment.get_template(name) for name in environment.list_templates()}
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-        """A page; `run` and `changed` are of all pages."""
+        """A page; every template gets `run` and `changed`."""
         page = {"run": request.path_params.get("run"), "changed": None, **values}
         return HTMLResponse(self._templates[template].render(page), status)
 
     async def runs(self, request: Request) -> Response:
-        """The newest first, unless the address names a column; of a text in it, those whose name has it."""
+        """The runs whose name has the text of the address, sorted by its column, else the newest first."""
         text, column = request.query_params.get("text", ""), request.query_params.get("sort", "")
         named = self.folders.named().items()
         lines = [run_line(name, folder) for name, folder in named if text.casefold() in name.casefold()]
@@ -133,7 +125,7 @@ class Pages:
         return self.render(request, "runs.html", lines=lines, text=text, changed=page_address("changed"))
 
     async def changed(self, request: Request) -> Response:
-        """A text that is another one once something was recorded."""
+        """A text that changes whenever something is recorded."""
         name = request.path_params.get("run")
         folders = self.folders.named().values() if name is None else [self.folders.find(name)]
         return PlainTextResponse(" ".join(map(state_mark, folders)))
@@ -251,13 +243,12 @@ def read_query(request: Request) -> Query:
 
 
 def _with_earlier(turn: Turn) -> tuple[Turn, int]:
-    """A turn, and how many of its messages come before what is new to its agent: those up to its last reply."""
+    """A turn, and the number of its messages up to its agent's last reply."""
     messages = turn.transition.messages if turn.transition.agent_turn else ()
     return turn, max((at for at, message in enumerate(messages, 1) if message.get("role") == "assistant"), default=0)
 
 
 def run_line(name: str, folder: Path) -> RunLine:
-    """A run's line of the list."""
     try:
         metrics = read_metrics(folder)
         return RunLine(name, read_entry(folder, metrics), metrics)
@@ -266,9 +257,9 @@ def run_line(name: str, folder: Path) -> RunLine:
 
 
 def _token_texts(folder: Path, policy: str, ids: Iterable[int]) -> list[str] | None:
-    """The text of each token by the policy's last checkpoint in the run's folder; None without that.
+    """The text of each token by the policy's last checkpoint; None without one.
 
-    A character of several tokens is shown as a replacement character in each of them.
+    Tokens that are parts of one character are replacement characters.
     """
     files = sorted(file for file in folder.glob("checkpoints/*/*/model/tokenizer.json") if file.parts[-3] == policy)
     if not files:
@@ -288,17 +279,12 @@ def _strip(credit: GroupCredit, mine: str | None) -> Any:
 
 
 def best_first(members: Sequence[RolloutReport]) -> list[RolloutReport]:
-    """The rollouts of a group by their reward."""
-
-    def worth(report: RolloutReport) -> tuple[float, int]:
-        reward = report.entry.reward
-        return -math.inf if reward is None else reward, -report.entry.rollout.member
-
-    return sorted(members, key=worth, reverse=True)
+    """By reward, the highest first, rollouts without one last."""
+    return sorted(members, key=lambda m: (m.entry.reward is None, -(m.entry.reward or 0.0), m.entry.rollout.member))
 
 
 def _most_of_group(group: GroupReport) -> float:
-    """The largest size of an advantage in it."""
+    """The largest absolute advantage."""
     records = (record for member in group.members for record in member.entry.training_records)
     return max((abs(record.advantage) for record in records if record.advantage), default=0.0)
 
@@ -308,7 +294,7 @@ def _tint(logprob: float | None) -> str:
 
 
 def whole(text: str, name: str) -> int:
-    """A whole number of the address. BadQueryError if it is none, or larger than what every store and browser takes."""
+    """An integer of at most 15 digits in the address, which stores and browsers take; else BadQueryError."""
     if not re.fullmatch("-?[0-9]{1,15}", text):
         raise BadQueryError(f"{name}={text} in the address is not a whole number, or too large.")
     return int(text)

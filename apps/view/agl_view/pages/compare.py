@@ -1,4 +1,4 @@
-"""Two evaluations on the same tasks, of two runs or of one: their rewards, settings and tasks, and one task of both."""
+"""Two evaluations on the same tasks, of two runs or of one: rewards, settings, tasks; one task side by side."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from agl_view.templating import page_address
 
 @dataclass(frozen=True, slots=True)
 class TaskPair:
-    """The rollouts of one task in both evaluations."""
+    """One task's rollouts in both evaluations."""
 
     before: RolloutEntry
     after: RolloutEntry
 
     @property
     def change(self) -> float:
-        """By how much its reward rose; a rollout without one counts as 0."""
+        """The rise of the reward; none counts as 0."""
         return (self.after.reward or 0.0) - (self.before.reward or 0.0)
 
 
 async def compare_page(pages: Pages, request: Request) -> Response:
-    """Two evaluations: of two runs, by default the last of each; or of one run, by default its first and its last."""
+    """Compare two runs, by default their last evaluations, or one run's first evaluation and its last."""
     runs = pages.folders.named()
     metrics = {name: read_metrics(folder) for name, folder in runs.items()}
     steps = {name: sorted({line.step for line in lines if line.kind == "eval"}) for name, lines in metrics.items()}
@@ -82,7 +82,7 @@ async def compare_page(pages: Pages, request: Request) -> Response:
 
 
 async def task_page(pages: Pages, request: Request) -> Response:
-    """Two rollouts of one task side by side, each `RUN@ROLLOUT`, as those of two evaluations."""
+    """Two rollouts side by side, each named as `RUN@ROLLOUT`."""
     columns = []
     for key in "ab":
         name, _, rollout = request.query_params.get(key, "").rpartition("@")
@@ -106,12 +106,12 @@ async def task_page(pages: Pages, request: Request) -> Response:
 
 
 async def _evaluated(folder: Path, step: int, mode: Mode) -> dict[bytes, RolloutEntry]:
-    """The rollouts of an evaluation, by task; of a task that a restart evaluated again, the last one."""
+    """An evaluation's rollouts by task; the last one if a restart evaluated a task again."""
     return {_task_key(e.rollout.task): e for e in await read_entries(folder, Query(step=step, mode=mode))}
 
 
 def _mean_reward(entries: Sequence[RolloutEntry]) -> float | None:
-    """A rollout without a reward counts as 0; None without any."""
+    """The mean reward, where none counts as 0; None without rollouts."""
     return fmean(entry.reward or 0.0 for entry in entries) if entries else None
 
 
@@ -130,5 +130,5 @@ def _side(pages: Pages, given: str | None, at: int, defaults: Sequence[tuple[str
 
 
 def _differing_settings(one: Path, other: Path) -> list[tuple[str, Any, Any]]:
-    """The settings in which two runs differ, each with both values."""
+    """(setting, value of one, value of the other) each."""
     return [change for change in differences(read_settings(one), read_settings(other)) if change[0] != "name"]

@@ -27,15 +27,13 @@ _COLUMNS = {
     "response": "length/response",
     "seconds": "seconds/step",
 }
-"""The columns of the table of steps."""
-
-
+"""Columns of the table of steps."""
 _LOOKED_AT, _SHOWN = 400, 20
-"""How many training rollouts of the latest step are looked at, the newest, and how many of each verdict are shown."""
+"""The newest training rollouts that the health page reads, and rollouts that it shows of each verdict."""
 
 
 async def run_page(pages: Pages, request: Request) -> Response:
-    """Curves come from the run's metrics, and rewards from its store; without one of them the other is shown."""
+    """Curves come from the metrics, rewards from the store; either is shown if the other cannot be read."""
     name, folder = pages.found(request)
     line = run_line(name, folder)
     entry, lines = line.entry, line.metrics
@@ -88,7 +86,7 @@ async def run_page(pages: Pages, request: Request) -> Response:
 
 
 def _facts(folder: Path, lines: Sequence[MetricsLine], started: float | None) -> dict[str, str]:
-    """Model, algorithm, and when it ran for how long."""
+    """Model, algorithm, start and duration."""
     settings = read_settings(folder)
     models = [policy.get("model", {}).get("path") for policy in settings.get("policies", {}).values()]
     facts = {
@@ -133,12 +131,12 @@ def _charts(lines: Sequence[MetricsLine], link: Link) -> list[Chart]:
 
 
 def _keys_below(lines: Sequence[MetricsLine], prefix: str) -> list[str]:
-    """The keys of training steps that begin with `prefix`, in their alphabetical order."""
+    """The keys of training steps that begin with `prefix`, sorted."""
     return sorted({key for line in lines if line.kind == "train" for key in line.values if key.startswith(prefix)})
 
 
 def _updates(lines: Sequence[MetricsLine], key: str, name: str = "") -> dict[str, Points]:
-    """A number of the update; in a run with several policies, of each."""
+    """A metric of the update, one line for each policy."""
     keys = [path for path in _keys_below(lines, "update/") if path.split("/")[-1] == key]
     return {
         f"{path.split('/')[1]} {name}".strip() if path.count("/") > 1 else name: series(lines, "train", path)
@@ -147,17 +145,15 @@ def _updates(lines: Sequence[MetricsLine], key: str, name: str = "") -> dict[str
 
 
 def _by_kind(lines: Sequence[MetricsLine], prefix: str) -> dict[str, Points]:
-    """The numbers below a key, by the rest of theirs."""
     return {key.removeprefix(prefix): series(lines, "train", key) for key in _keys_below(lines, prefix)}
 
 
 def _series(lines: Sequence[MetricsLine], prefix: str, *names: str) -> dict[str, Points]:
-    """These numbers below a key, in their order."""
     return {name: series(lines, "train", f"{prefix}{name}") for name in names}
 
 
 def _staleness(lines: Sequence[MetricsLine]) -> dict[str, Points]:
-    """Of asynchronous runs; in the others nothing is stale."""
+    """Empty in synchronous runs, where nothing is stale."""
     points = _series(lines, "staleness/", "mean", "max")
     return points if any(value for _, value in points["max"]) else {}
 
@@ -185,7 +181,7 @@ def _table(lines: Sequence[MetricsLine]) -> list[tuple[int, list[float | None]]]
 
 
 async def health_page(pages: Pages, request: Request) -> Response:
-    """Alarms first, those that hold still at the top."""
+    """Alarms first, with those that still hold at the top."""
     name, folder = pages.found(request)
     entry, health = read_entry(folder), read_health(folder)
     step = health.verdicts[-1][0] if health.verdicts else 1
