@@ -1,4 +1,4 @@
-"""The callback handler: who makes a call, and what the tools did, from LangChain's own events."""
+"""The callback handler: callers and tool results from LangChain's events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import BaseMessage, ToolMessage
+from langchain_core.messages import ToolMessage
 from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
@@ -41,20 +41,20 @@ _NO_NAME = "LangGraph"
 
 @dataclass(slots=True)
 class _Run:
-    """A node of LangChain's trace (a chain, a call, a tool) between its start and its end event."""
+    """A chain, call or tool between its start and its end event."""
 
     id: UUID
     parent: UUID | None
     attempt: AttemptContext
     begun: AloneRollout | None = None
-    """The run of the agent that begins and ends with this one, if the adapter is used alone."""
+    """The agent's run that begins and ends with this one, if the adapter is used alone."""
     agent: str | None = None
     name: str | None = None
-    """As LangChain has it: of a graph's run the graph's name, of a node's run the node's."""
+    """LangChain's: the graph's or the node's."""
     lc_agent_name: Json = None
-    """As its metadata have it, which runs inside it inherit."""
+    """From the metadata, which inner runs inherit."""
     inside: str | None = None
-    """The named agent that this run is a part of."""
+    """The named agent around it."""
     started: float = field(default_factory=time.time)
     scope: IdentityScope | None = None
     tool: str = ""
@@ -71,7 +71,7 @@ class _Run:
 
 
 class _Handler(BaseCallbackHandler):
-    """Reports to the running attempt who calls and what the tools did; outside any attempt it begins its own."""
+    """Reports callers and tool results to the running attempt, or alone to an attempt of its own."""
 
     # A sync handler that runs inline is the only kind whose context variables reach the HTTP request.
     run_inline = True
@@ -90,12 +90,14 @@ class _Handler(BaseCallbackHandler):
             run.scope = enter_identity(who, variables=variables, attempt=run.attempt)
 
     @guarded
-    def on_chat_model_start(self, serialized: Any, messages: list[list[BaseMessage]], **event: Any) -> None:
-        self._start_call(event, messages[0])
+    def on_llm_start(self, serialized: Any, prompts: Any, **event: Any) -> None:
+        run = self._start(event, prompts[0])
+        if run:
+            run.scope = enter_identity(run.who, attempt=run.attempt)
+            run.agent = run.scope.identity.agent
 
-    @guarded
-    def on_llm_start(self, serialized: Any, prompts: list[str], **event: Any) -> None:
-        self._start_call(event, prompts[0])
+    # LangChain passes these by place: only their names differ.
+    on_chat_model_start = on_llm_start  # type: ignore[assignment]
 
     @guarded
     def on_tool_start(self, serialized: Any, input_str: str, **event: Any) -> None:
@@ -109,9 +111,7 @@ class _Handler(BaseCallbackHandler):
     def on_chain_end(self, outputs: Any, **event: Any) -> None:
         self._end(event, outputs)
 
-    @guarded
-    def on_tool_end(self, output: Any, **event: Any) -> None:
-        self._end(event, output)
+    on_tool_end = on_chain_end  # type: ignore[assignment]
 
     @guarded
     def on_llm_end(self, response: LLMResult, **event: Any) -> None:
@@ -143,7 +143,7 @@ class _Handler(BaseCallbackHandler):
             return self._runs.get(id) if id else None
 
     def _name(self, run: _Run, parent: _Run | None, metadata: Mapping[str, Any]) -> None:
-        """Which agent a run belongs to: the innermost named one around it, else its graph node."""
+        """The agent of a run: the innermost named one around it, else its graph node."""
         node, around = metadata.get("langgraph_node"), _nodes_around(metadata)
         run.lc_agent_name = metadata.get("lc_agent_name")
         run.inside = parent.inside if parent else None
@@ -158,17 +158,11 @@ class _Handler(BaseCallbackHandler):
         run.agent = run.inside or (str(unnamed) if unnamed else None)
 
     def _react_agent(self, run: _Run, parent: _Run | None) -> _Run | None:
-        """The run of LangGraph's `create_react_agent` that this run shows: it has no mark but its parts' names."""
+        """The run of `create_react_agent` around this part of it, which only the part's name shows."""
         if run.name == "pre_model_hook":
             return parent
         is_call = run.name == "call_model" and parent is not None and parent.name == "agent"
         return self._run(parent.parent) if parent and is_call else None
-
-    def _start_call(self, event: Mapping[str, Any], inputs: Any) -> None:
-        run = self._start(event, inputs)
-        if run:
-            run.scope = enter_identity(run.who, attempt=run.attempt)
-            run.agent = run.scope.identity.agent
 
     def _end(self, event: Mapping[str, Any], result: Any = None, error: BaseException | None = None) -> None:
         with self._lock:
@@ -202,8 +196,8 @@ class AglCallback(_Handler, Alone):
 
         agent.invoke({"messages": [...]}, {"callbacks": [AglCallback()]})
 
-    In a rollout it says who makes each call and what the tools did. Outside any rollout, with no server and any
-    endpoint, it keeps the latest `keep` runs of the agent; `episodes` and `transitions` give them as data.
+    In a rollout it reports callers and tool results. Outside any rollout, with no server and any endpoint, it keeps the
+    latest `keep` runs of the agent; `episodes` and `transitions` give them as data.
     """
 
     def __init__(self, keep: int = 1000) -> None:
@@ -215,10 +209,9 @@ class AglCallback(_Handler, Alone):
 
 @functools.cache
 def attach() -> None:
-    """Give every LangChain and LangGraph agent of this process a handler.
+    """Give every LangChain and LangGraph agent of this process a handler, which does nothing outside rollouts.
 
-    It reaches sync, async and batch calls and bare threads; an agent that is given an `AglCallback` is seen once.
-    Outside any rollout it does nothing.
+    It reaches sync, async and batch calls and bare threads. An agent with an `AglCallback` too is seen once.
     """
     # The default is there in every context, also in that of a thread which inherited none.
     handler: ContextVar[_Handler | None] = ContextVar("agl_langchain", default=_Handler())  # noqa: B039
@@ -232,7 +225,7 @@ def _nodes_around(metadata: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _channels(event: Mapping[str, Any], state: Any) -> dict[str, Json] | None:
-    """The channel values that a LangGraph node starts from, without the messages, which are in the calls' prompts."""
+    """A LangGraph node's input channels without the messages, which are in the calls' prompts."""
     if not any(str(tag).startswith("graph:step:") for tag in event.get("tags") or ()):
         return None
     values = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
@@ -253,14 +246,13 @@ def _outcome(output: Any, tool_call_id: str | None) -> tuple[Any, Decided]:
 
 
 def _reported(message: ToolMessage) -> str | None:
-    """A failure; a success only if the tool's author set it: LangChain sets it for everything that a tool returned."""
-    # LangChain sets the artifact too in each message that it makes of what a tool returned.
+    """The status of a message: a failure, or a success that the tool's author set."""
+    # In its own messages about what a tool returned, LangChain sets status and artifact.
     by_author = "status" in message.model_fields_set and "artifact" not in message.model_fields_set
     return message.status if message.status == "error" or by_author else None
 
 
 def _tool_messages(output: Any) -> Iterator[ToolMessage]:
-    """The tool messages in what a tool or a node gave back."""
     if isinstance(output, ToolMessage):
         yield output
     elif isinstance(output, Mapping):

@@ -1,8 +1,7 @@
-"""The span handler: who makes a call, and what the tools did, from LlamaIndex's own spans.
+"""The span handler: callers and tool results from LlamaIndex's spans.
 
-LlamaIndex has a span around each run of a workflow, each step of it, and each tool. Its agents are workflows: one step
-asks the model, another one runs a tool. A span begins and ends in the task of its step, so that an identity that is
-entered there reaches the request.
+Each run of a workflow, each step of it, and each tool has a span. Agents are workflows: one step asks the model,
+another one runs a tool. A span begins and ends in the task of its step: an identity entered there reaches the request.
 """
 
 from __future__ import annotations
@@ -38,47 +37,32 @@ from agl_core.capture.context import Steps, current_scope
 
 @dataclass(slots=True)
 class _Span:
-    """A span that is open."""
-
     parent: str | None
     scope: IdentityScope
     tool: str | None = None
-    """The tool that it runs, if it runs one."""
+    """The tool that it runs, if any."""
     arguments: Any = None
     asked_by: Identity | None = None
-    """Who asked for the tool. None if it is not reported by itself: the step around it is, or a tool has called it."""
+    """Who asked for the tool; None if the step around it reports it, or a tool called it."""
     tool_call_id: str | None = None
-    """None if the model's reply has no tool call: `ReActAgent` reads the reply's text, and makes up an id."""
+    """None if the reply has no tool call: `ReActAgent` reads its text, and makes up an id."""
     error: Exception | None = None
-    """The exception that the tool raised, of which an agent makes a text."""
+    """Raised by the tool; the agent makes a text of it."""
     started: float = field(default_factory=time.time)
 
 
 class _Handler(BaseSpanHandler):  # type: ignore[misc]
-    """Reports, in a rollout, who makes each call and what the tools did."""
-
     _open: Latest[str, _Span] = PrivateAttr(default_factory=Latest)
     _requests: Latest[tuple[str | None, str], tuple[Identity, str | None]] = PrivateAttr(default_factory=Latest)
-    """Who asked for a tool, and the id of the tool call; by the agent's span, and the id that LlamaIndex gives it."""
+    """Who asked for a tool, and the tool call's id; by the agent's span and LlamaIndex's own id of the call."""
 
+    @guarded
     def new_span(
         self, id_: str, bound_args: Any, instance: Any = None, parent_span_id: str | None = None, **_: Any
     ) -> None:
-        """A span begins."""
-        self._start(id_, parent_span_id, instance, bound_args.arguments)
-
-    def prepare_to_exit_span(self, id_: str, *_: Any, result: Any = None, **__: Any) -> None:
-        """A span has ended."""
-        self._end(id_, result)
-
-    def prepare_to_drop_span(self, id_: str, *_: Any, err: BaseException | None = None, **__: Any) -> None:
-        """A span has ended with an exception."""
-        self._end(id_, err)
-
-    @guarded
-    def _start(self, id: str, parent: str | None, instance: Any, arguments: Mapping[str, Any]) -> None:
         if current_attempt() is None:
             return
+        id, parent, arguments = id_, parent_span_id, bound_args.arguments
         event = next((value for value in arguments.values() if isinstance(value, Event)), None)
         who, steps = Identity(None, id, id), None
         tool, asked_by, tool_call_id = None, None, None
@@ -101,7 +85,7 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
         self._open[id] = _Span(parent, enter_identity(who, steps), tool, arguments, asked_by, tool_call_id)
 
     def _asking_for_a_tool(self, parent: str | None) -> Identity | None:
-        """Who asks for a tool that runs by itself; None if it runs in the step of an agent, or in another tool."""
+        """Who asks for a tool that runs outside an agent's steps; None if it runs inside a tool or such a step."""
         around = self._open.get(parent or "")
         if around is not None and around.tool is not None:
             return None
@@ -110,7 +94,8 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
         return Identity(who.agent, None, scope.steps.span() if scope and scope.steps else who.parent_span)
 
     @guarded
-    def _end(self, id: str, result: Any) -> None:
+    def prepare_to_exit_span(self, id_: str, *_: Any, result: Any = None, err: Any = None, **__: Any) -> None:
+        id, result = id_, result if err is None else err
         span = self._open.pop(id, None)
         if span is None:
             return
@@ -122,6 +107,8 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
             for call in result.tool_calls:
                 known = call.tool_id if call.tool_id in in_reply else None
                 self._requests[span.parent, call.tool_id] = Identity(span.scope.identity.agent, None, id), known
+
+    prepare_to_drop_span = prepare_to_exit_span
 
     def _tool_ended(self, id: str, span: _Span, tool: str, result: Any) -> None:
         around = self._open.get(span.parent or "")
@@ -147,12 +134,12 @@ class _Handler(BaseSpanHandler):  # type: ignore[misc]
 
 @functools.cache
 def attach() -> None:
-    """Give LlamaIndex's dispatcher a handler, once; outside any rollout it does nothing."""
+    """Give LlamaIndex's dispatcher a handler, which does nothing outside rollouts."""
     get_dispatcher().add_span_handler(_Handler())
 
 
 def _said(output: ToolOutput | Exception, error: Exception | None) -> tuple[Any, Decided | None]:
-    """A tool's result, as the model reads it, or its exception."""
+    """The result as the model reads it, or the exception."""
     if error is not None or isinstance(output, Exception):
         return error or output, None
     text = "".join(getattr(block, "text", f"[{block.block_type}]") for block in output.blocks)
@@ -168,7 +155,6 @@ def _given(tool: BaseTool, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_call_ids(message: ChatMessage) -> set[str | None]:
-    """The ids of the tool calls that a reply has."""
     calls = [*message.blocks, *(message.additional_kwargs.get("tool_calls") or ())]
     fields = [call if isinstance(call, Mapping) else getattr(call, "__dict__", {}) for call in calls]
     return {call.get(name) for call in fields for name in ("tool_call_id", "call_id", "id")}
