@@ -8,8 +8,8 @@
         return float(len(str(episode.result)) <= limit)
 
 Name the file in the configuration (`plugins = ["my_rewards.py"]`) and the rule beside it (`[rewards.brevity]`).
-Keyword-only parameters are its settings: `[rewards.brevity]` takes `limit`, checked against its type. What needs the
-run's folder or seed, or state of its own, is registered by a hook instead (`agl_core.hooks.register_components`).
+Keyword-only parameters are its settings: `[rewards.brevity]` takes `limit`, checked against its type. A component that
+needs the run's folder or seed, or state of its own, is registered by a hook (`agl_core.hooks.register_components`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def component(
     options: type[BaseModel] | None = None,
     **declared: Any,
 ) -> Any:
-    """The result of a decorator of a kind: the decorated function, or without one, as in `@decorator(name=…)`, itself.
+    """The decorated function, or, without one (`@decorator(name=…)`), the decorator.
 
-    `make(function, *context, **settings)` makes the component; by default it is the function with its settings filled
-    in. With `options`, the decorated thing is the builder.
+    `make(function, *context, **settings)` makes the component, by default the function with its settings filled in.
+    With `options`, the decorated thing is the builder.
     """
 
     def decorate(thing: Any) -> Any:
@@ -85,11 +85,11 @@ def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool
     """Make `function(episode, *, settings…)` a reward rule; it may be async.
 
     It returns the terminal reward; or a mapping, from names to components of it and from `transition.key` to rewards of
-    single calls; or None where it has nothing to say about the episode.
+    single calls; or None, if it has nothing to say about the episode.
 
     A rule that hands the model's text to code that evaluates it (`eval`, SymPy, a template engine) has to be
-    `isolated`: a run calls it in a process without keys, files of the run or network, with limits of time and memory
-    (docs/security.md). It must be a function of a module, and not async.
+    `isolated`, a function of a module, and not async: it is called in a process without keys, files of the run or
+    network, with limits of time and memory (docs/security.md).
     """
     return component(function, kinds.REWARD, name, _isolated if isolated else partial)
 
@@ -103,8 +103,8 @@ def _isolated(function: Callable[..., Any], **settings: Any) -> Any:
 def group_reward_rule(function: Decorated) -> Decorated:
     """Make `function(episodes, *, settings…)` a reward rule that sees all episodes of a group; it may be async.
 
-    It returns a list with what a reward rule returns, one for each episode in their order. It gets the episodes that
-    the other rules had rewards for, not those that were dropped or have a fixed reward for their ending.
+    It returns a list with what a reward rule returns for each episode. Episodes that were dropped, or have a fixed
+    reward for their ending, are not among them.
     """
 
     def make(function: Decorated, **settings: Any) -> GroupRewardRule:
@@ -123,10 +123,9 @@ def credit_rule(
 ) -> Callable[[Decorated], Decorated]:
     """Make `function(episodes, *, settings…) -> list[list[float]]` a credit rule.
 
-    It gets one group of episodes and yields one value per transition. `kind` says what the values are:
-    `CreditKind.RETURN` or `CreditKind.REWARD`, or both where the algorithm may read them as either. `needs` is what it
-    needs of the rest of the run, for instance `Capability.GROUPS`. If tool results count in its values, it provides
-    `Capability.TOOL_RESULTS`.
+    It gets one group of episodes and yields one value per transition, of the `kind` `CreditKind.RETURN` or
+    `CreditKind.REWARD`, or both if the algorithm may read them as either. `needs` is what it needs of the rest of the
+    run, for instance `Capability.GROUPS`. If tool results count in its values, it provides `Capability.TOOL_RESULTS`.
     """
     decorate: Callable[[Decorated], Decorated] = component(
         None, kinds.CREDIT, name, yields=kind, needs=tuple(needs), provides=tuple(provides)
@@ -143,9 +142,8 @@ def algorithm(
 ) -> Callable[[Decorated], Decorated]:
     """Make a class, or a function that builds one, an algorithm; its keyword-only parameters are the settings.
 
-    With `options`, a model of the settings, it is called with one instance of that model instead. `takes` says which
-    credited values it takes (None: it looks at none), and `needs` what it needs of the rest of the run; both may be
-    computed from the settings.
+    With `options`, a model of the settings, it is called with one instance of that model instead. It `takes` returns
+    or rewards (None: neither), and `needs` this of the rest of the run; both may be computed from the settings.
     """
     decorate: Callable[[Decorated], Decorated] = component(
         None, kinds.ALGORITHM, name, operator.call, options, takes=takes, needs=needs
@@ -156,11 +154,10 @@ def algorithm(
 def adapter(
     framework: str, *, name: str | None = None, status_rules: Sequence[Any] = ()
 ) -> Callable[[Callable[[], Callable[[], Identity | None] | None]], Adapter]:
-    """Make `function()` an adapter, which `agl_core.attach` takes too: it installs the framework's hooks.
+    """Make `function()`, which installs the framework's hooks, an adapter; `agl_core.attach` takes it too.
 
-    It is called when the module `framework` is imported. Where the framework has no hook around a call, it may return a
-    function that says who makes the request that is being sent. `status_rules` (`agl_core.capture.StatusRule`) are the
-    words in which the framework tells a model that a tool failed.
+    It is called when the module `framework` is imported (see `Adapter.attach`). `status_rules`
+    (`agl_core.capture.StatusRule`) are the words in which the framework tells a model that a tool failed.
     """
 
     def decorate(function: Callable[[], Callable[[], Identity | None] | None]) -> Adapter:
@@ -191,10 +188,10 @@ def task_source(function: Any = None, *, name: str | None = None) -> Any:
 def endless_task_source(*, name: str | None = None, held_out: int | None = None) -> Callable[[Decorated], Decorated]:
     """Make `function(index, seed, *, settings…) -> Task` a task source; it is called for each task that is needed.
 
-    It must make the same task of the same index and seed, always. `seed` is the run's, so that each run trains on tasks
-    of its own. With `held_out`, the function takes the setting `split`: the split `train` has no end, and of every
-    other one there are `held_out` tasks, which are the same in all runs (their seed is 0). Settings of type `Path` are
-    relative to the configuration file.
+    The same index and seed must always make the same task. `seed` is the run's, so that each run trains on tasks of its
+    own. With `held_out`, the function takes the setting `split`: `train` has no end, and every other split has
+    `held_out` tasks, the same in all runs (their seed is 0). Settings of type `Path` are relative to the configuration
+    file.
     """
 
     def make(function: Callable[..., Any], folder: Path, seed: int, **settings: Any) -> Any:

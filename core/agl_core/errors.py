@@ -1,7 +1,7 @@
 """Every error that agl raises on purpose.
 
-One root, `AglError`; each subclass is named after the boundary that was crossed and also derives from the
-standard error that a caller would catch. A message names the thing, the place and the remedy.
+Each subclass of `AglError` is named after the boundary that was crossed, and derives from the standard error that a
+caller would catch. A message names the thing, the place and the remedy.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def own_line(error: BaseException, caller: str) -> str:
-    """The last line of a traceback below the file `caller` that is in no library, with its place; empty without one."""
+    """The last line outside of libraries in a traceback below the file `caller`, with its place; empty without one."""
     frames = traceback.extract_tb(error.__traceback__)
     called = itertools.takewhile(lambda frame: frame.filename != caller, reversed(frames))
     own = next((frame for frame in called if not frame.filename.startswith(_INSTALLED)), None)
@@ -85,7 +85,7 @@ def own_line(error: BaseException, caller: str) -> str:
 
 
 def last_frames(error: BaseException) -> str:
-    """The end of an error's traceback, and before it, where that is in a library, the last place outside of any."""
+    """The end of an error's traceback, and before an end in a library the last place outside of any."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     own = [frame for frame in frames[:-_FRAMES] if not frame.filename.startswith(_INSTALLED)]
     last = frames[-_FRAMES:]

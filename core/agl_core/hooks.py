@@ -1,7 +1,7 @@
-"""Everything a plugin can be or do. Implement the hooks that you need, with `@agl_core.hookimpl`.
+"""Everything a plugin can be or do: implement the hooks that you need, with `@agl_core.hookimpl`.
 
-Those from `server_routes` on serve a run: what one of them raises is logged, and the run goes on.
-docs/plugins.md has an example of each hook, and of each kind of component.
+The hooks from `server_routes` on serve a run: an error in one is logged, and the run goes on. docs/plugins.md has an
+example of each hook, and of each kind of component.
 """
 
 from __future__ import annotations
@@ -35,18 +35,15 @@ def register_components(register: Register) -> None:
 
 @hookspec(firstresult=True)
 def show_run(run: Path, host: str, port: int, operator_key: str | None) -> AbstractAsyncContextManager[str] | None:
-    """Show a run in the browser at `host` and `port` (0: a free one) while a command works on it.
-
-    Browsers on other machines need the operator's key; without one they see nothing.
-    """
+    """Show a run at `host` and `port` (0: a free one) while a command works on it; other machines need the key."""
 
 
 @hookspec
 def server_routes(store: Store, leased: Callable[[Request], Any]) -> Iterable[Route] | None:
     """Further routes of the Lightning Server; those that begin with /v1/ are below the attempts' paths too.
 
-    `leased` gives the attempt whose agent's key a request carries (`agl_core.server.keys.ActiveAttempt`); it raises
-    ApiError if there is none.
+    `leased` gives the attempt (`agl_core.server.keys.ActiveAttempt`) whose agent's key a request carries, or raises
+    ApiError.
     """
 
 
@@ -64,8 +61,8 @@ def rollout_finished(rollout: Rollout, attempt: Attempt) -> None:
 def episode_built(episode: Episode) -> Episode | None:
     """An episode was made from recorded calls; return a changed one to replace it, or None.
 
-    Each plugin gets what the one before it returned, installed ones first, then files in their order. To leave an
-    episode out of training, return it with `dropped` set or without transitions; the reason is `DropReason.PLUGIN`.
+    Each plugin, installed ones first, gets what the one before it returned. To leave an episode out of training, return
+    it with `dropped` set or without transitions; the reason is `DropReason.PLUGIN`.
     """
 
 

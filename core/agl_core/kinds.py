@@ -29,26 +29,24 @@ class Capability(StrEnum):
     POLICIES = "saved policies"
     """An engine that serves what was saved, without a run (`agl_core.protocols.Engine.publish`)."""
     RECORDED_TEXTS = "recorded texts"
-    """An engine that tokenises recorded replies, trains on them without knowing the log-probabilities that they were
-    sampled with, and says how likely they are (`agl_core.protocols.Engine.tokenize` and `logprobs`). An algorithm
-    provides it too that never asks for those log-probabilities."""
+    """An engine that tokenises recorded replies, trains on them without the log-probabilities of their sampling, and
+    says how likely they are (`agl_core.protocols.Engine.tokenize` and `logprobs`). An algorithm that never asks for
+    those log-probabilities provides it too."""
     DEMONSTRATIONS = "demonstrations"
-    """Recorded rollouts as the tasks of training, whose replies are imitated: neither rewards nor the log-probabilities
-    that they were sampled with are needed. A task source provides them."""
+    """Recorded rollouts as tasks of training, whose replies are imitated, without rewards or log-probabilities. A task
+    source provides them."""
     GROUPS = "groups"
     """Several rollouts of each task, to compare. The run's settings provide these two."""
     UNIT_TEMPERATURE = "temperature 1"
-    """Tokens that were sampled at temperature 1, because a server that gives log-probabilities gives those at 1."""
+    """Tokens sampled at temperature 1, the one at which a server gives log-probabilities."""
     NAMED_REWARDS = "named rewards"
-    """Terminal rewards in which each named reward is normalised within its group before they are added. Training
-    provides it to any algorithm."""
+    """Terminal rewards whose named parts are normalised within the group, then added. Training provides it."""
     TOOL_RESULTS = "tool results"
     """Tool results as part of the return. One component of a run may provide it, for a tool result counts once."""
 
 
 Kind = NewType("Kind", str)
-"""A kind of component, by its word in configurations and messages. Its builder gets the settings, and makes one
-(`agl_core.protocols` has the interfaces)."""
+"""A kind of component, by its word in files and messages; its builder makes one (`agl_core.protocols`) of settings."""
 
 ADAPTER = Kind("adapter")
 ALGORITHM = Kind("algorithm")
@@ -77,7 +75,7 @@ class NoOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Component:
-    """One thing that a plugin brought, with what it declares (`Register`)."""
+    """One thing that a plugin brought (see `Register`)."""
 
     kind: Kind
     name: str
@@ -125,12 +123,11 @@ class Register:
         """Bring a component.
 
         `options` is a pydantic model of the settings, which `build` gets first; `doc` is by default the first line of
-        the builder's docstring. `needs` is what the component needs of the rest of the run, `provides` what an engine,
-        a reward or a credit rule offers it. `takes` is which credited values an algorithm takes (None: it looks at
-        none, so that rewards mean nothing to it), `yields` what those of a credit rule are, or both if they can be read
-        as either. `needs` and `takes` may be computed from the settings. `status_rules` are the words in which an
-        adapter's framework tells a model that a tool failed. `defaults` are those that an engine wants of algorithms'
-        settings, where an algorithm has them.
+        the builder's docstring. `needs` is what the component needs of the rest of the run, `provides` what it offers.
+        An algorithm `takes` returns or rewards (None: neither, so that rewards mean nothing to it); a credit rule
+        `yields` returns, rewards, or both if its values can be read as either. `needs` and `takes` may be computed from
+        the settings. `status_rules` are the words in which an adapter's framework tells a model that a tool failed.
+        `defaults` are an engine's own for the settings of algorithms.
         """
         if kind == CREDIT and not yields:
             raise TypeError(

@@ -33,9 +33,9 @@ DECORATED = "__agl_plugin__"
 
 
 def lazily(package: str, **modules: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose names are imported when they are first used: the module of each, by name.
+    """The `__getattr__` of a package that imports each name from its module at its first use.
 
-    A plugin's package is imported in every agl process, also where its framework is not used.
+    Every agl process imports the packages of all plugins, also where their frameworks are not used.
 
         __getattr__ = lazily(__name__, MyCallback=".callback", attach=".plugin")
     """
@@ -50,7 +50,7 @@ def lazily(package: str, **modules: str) -> Callable[[str], Any]:
 
 @dataclass(frozen=True, slots=True)
 class BrokenPlugin:
-    """An installed plugin that cannot be used, so that what it would bring is missing."""
+    """An installed plugin that cannot be used."""
 
     name: str
     origin: str
@@ -69,9 +69,7 @@ class Plugins:
         self._manager.add_hookspecs(hooks)
         self._origins: dict[Any, str] = {}
         self.hook = RunHooks(self._manager, self._origins)
-        """Calls the hooks that serve a run."""
         self.broken: list[BrokenPlugin] = []
-        """The installed plugins that failed when they were imported, or asked what they bring."""
         self._components: list[Component] = []
         self._decorated: set[Any] = set()
         """The components that decorators made, each once: a plugin may import those of another."""
@@ -80,8 +78,8 @@ class Plugins:
     def load(cls, files: Sequence[Path] = ()) -> Plugins:
         """The installed plugins, and the user's own plugin files.
 
-        An installed plugin that fails is among the `broken` ones, because most runs do not need it; a file that fails
-        is a PluginError, because it was asked for.
+        An installed plugin that fails is among the `broken` ones, since most runs do not need it; a file that fails is
+        a PluginError, since it was asked for.
         """
         plugins = cls()
         for entry in importlib.metadata.entry_points(group="agl"):
@@ -162,15 +160,12 @@ class Plugins:
 
 
 class RunHooks:
-    """Calls each hook that serves a run in all plugins, in the order in which they were registered.
-
-    An exception in one is logged with the plugin's name and counted; the others are called all the same.
-    """
+    """Calls the hooks that serve a run, in the order of registration; what one plugin raises is logged and counted."""
 
     def __init__(self, manager: pluggy.PluginManager, origins: Mapping[Any, str]) -> None:
         self._manager, self._origins = manager, origins
         self.failures: Counter[tuple[str, str]] = Counter()
-        """By plugin and hook, how often it failed."""
+        """By plugin and hook."""
 
     def call(self, hook: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
         """What the plugins return for a hook, a function of `agl_core.hooks`. They cannot change a mapping."""
@@ -224,11 +219,7 @@ def _returned(before: Episode, episode: object) -> Episode:
 
 
 def add_to_path(folder: Path) -> None:
-    """Make the modules of a user's folder importable.
-
-    They come before installed packages, but after the standard library: a `glob.py` there would break whatever imports
-    Python's.
-    """
+    """Make a user's modules importable before installed packages, but no `glob.py` in place of Python's own."""
     path = str(folder.resolve())
     if path not in sys.path:
         installed = (n for n, entry in enumerate(sys.path) if entry.endswith(("site-packages", "dist-packages")))

@@ -36,7 +36,7 @@ RewardValue: TypeAlias = (
     | None
 )
 """One terminal reward; or a mapping, from names to components of it and from `transition.key` to rewards of single
-calls; or rewards with names of their own; or None where the rule has nothing to say."""
+calls; or rewards with names of their own; or None, if the rule has nothing to say."""
 
 RewardRule: TypeAlias = Callable[[Episode], RewardValue | Awaitable[RewardValue]]
 """Rewards a recorded episode; runs on the trainer's side and may be run again later."""
@@ -55,14 +55,14 @@ CreditRule: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
 
 
 class TaskSource(Protocol):
-    """Where tasks come from. Random access makes resuming trivial."""
+    """Tasks by index, so that resuming is trivial."""
 
     @property
     def size(self) -> int | None:
-        """How many tasks there are; None if it makes new ones without end."""
+        """The number of tasks; None if there is no end."""
 
     def task(self, index: int) -> Task:
-        """The task at this index; the same for the same index, always."""
+        """The task at this index, always the same."""
 
 
 def train_index(source: TaskSource, position: int, seed: int) -> int:
@@ -82,25 +82,22 @@ def _order(size: int, seed: str) -> Sequence[int]:
 
 @runtime_checkable
 class RecordedTasks(TaskSource, Protocol):
-    """Tasks that come with rollouts. As the tasks of training, these are trained on, and the agent is not run."""
+    """Tasks with recorded rollouts: training is on these, and the agent is not run."""
 
     size: int
-
     without_logprobs: bool
     """Calls without log-probabilities are trained on, and those without token ids tokenised."""
-
     has_preferences: bool
     """Somebody said which rollouts are better: that is their reward, and no rule of the run is asked."""
 
     def members(self, index: int) -> int:
-        """How many rollouts there are of the task at this index."""
+        """The number of rollouts of the task at this index."""
 
-    async def groups(self, indices: Sequence[int]) -> list[list[RecordedRollout]]:
-        """The rollouts of the tasks at these indices."""
+    async def groups(self, indices: Sequence[int]) -> list[list[RecordedRollout]]: ...
 
 
 class Tracker(Protocol):
-    """Where metrics go besides `metrics.jsonl`."""
+    """Receives metrics, as `metrics.jsonl` does."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -112,33 +109,24 @@ class KeepingTracker(Tracker, Protocol):
     """A tracker that also keeps rollouts."""
 
     def keep(self, step: int, best: Sequence[Mapping[str, Json]]) -> None:
-        """A checkpoint was made after a step; `best` are rollouts of the step with high rewards, the best first.
+        """A checkpoint was made after a step, whose `best` rollouts these are, the best first.
 
         Each has `rollout`, `reward`, `ending`, `task` and `result`.
         """
 
 
 class Buffer(Protocol):
-    """Where complete groups wait for an update, and which of them it gets.
-
-    A run that is resumed begins with an empty one: the groups that were pending are rolled out again.
-    """
+    """Complete groups that wait for an update. A run that is resumed begins with an empty buffer."""
 
     @property
     def pending(self) -> Collection[str]:
-        """The names of the groups that it may still give out.
-
-        They count as in flight: while there are as many as the run may have, no new group is begun.
-        """
+        """The names of the groups that wait; they count as in flight."""
 
     def add(self, group: Sequence[Episode]) -> None:
         """All rollouts of a group are done; its episodes have their rewards, in the order of the members."""
 
     def draw(self, count: int) -> list[Sequence[Episode]] | None:
-        """The groups of one update, `count` as a rule, which no other update gets.
-
-        None as long as it has too few; asked again after every `add`.
-        """
+        """The groups of one update, usually `count`, which no other update gets; None as long as there are too few."""
 
 
 class Adapter(Protocol):
@@ -148,16 +136,16 @@ class Adapter(Protocol):
     """The module whose import shows that an agent uses the framework, for instance `langchain_core`."""
 
     def attach(self) -> Callable[[], Identity | None] | None:
-        """Install the framework's hooks in this process; calling it again changes nothing.
+        """Install the framework's hooks in this process, once it is imported; calling it again changes nothing.
 
-        It is called when `framework` is imported. Where the framework has no hook around a call, it may return a
-        function that says who makes the request that is being sent.
+        For a framework without a hook around a call, it may return a function that says who makes the request that is
+        being sent.
         """
 
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """One policy as an engine needs to know it."""
+    """A policy, for an engine."""
 
     model: str
     """A folder or a hub name."""
@@ -169,32 +157,32 @@ class PolicySpec:
     """The algorithm that trains it; without one it is only served."""
     algorithm_options: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
-    """The model as the configuration names it; `model` is where that is on this machine."""
+    """The model as the configuration names it; `model` is its place on this machine."""
     adapter: str | None = None
-    """A folder with a saved adapter to put on the model, which is then served, and not trained."""
+    """A folder with a saved adapter of a policy that is only served."""
     version: int = 0
-    """The version that replies name if the policy is served, and not trained."""
+    """The version of a policy that is only served."""
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """The run as an engine needs to know it."""
+    """The run, for an engine."""
 
     run_dir: Path
     seed: int
     policies: Mapping[str, PolicySpec]
     deterministic: bool
     plugin_files: tuple[Path, ...]
-    """The user's own plugin files, so that the engine's processes find the user's algorithm."""
+    """Files that may have the user's algorithm."""
     api_key: str
     """The bearer token of the gateway's requests."""
     steps: int = 0
-    """How many training steps the run is to make: schedules of the step size end there. 0: none is made."""
+    """The run's training steps, after which schedules of the step size end."""
 
 
 @dataclass(frozen=True)
 class Upstream:
-    """Where the gateway forwards to."""
+    """The gateway's model server."""
 
     urls: tuple[str, ...]
     """OpenAI-compatible base URLs, each ending in /v1."""
@@ -222,10 +210,10 @@ class UpdateResult:
     weight_N: NDArray[np.float64]
     """Summed token weights of each transition in the loss; 0 if dropped."""
     dropped: tuple[str | None, ...]
-    """Why a transition was dropped by the engine or algorithm (a `DropReason`), or None."""
+    """The `DropReason` of each transition that the engine or algorithm dropped, None for the others."""
     logprobs_N: Sequence[Logprobs | None] = ()
-    """Of each transition in the loss the log-probabilities of its response tokens before the update, NaN at tokens
-    without a weight; None of the others. Empty: the engine does not say, and no token is proved exact."""
+    """Log-probabilities of response tokens before the update, NaN at tokens without a weight, for each transition; None
+    for one outside the loss. Empty: the engine does not say, and no token is proved exact."""
     precision: str = "float32"
     """The numbers that sampling and training compute with: float32, bfloat16, …"""
 
@@ -241,7 +229,6 @@ class ResponseScores:
 
 Progress: TypeAlias = Callable[[float], None]
 """Called with the share done, 0 … 1."""
-
 StageReport: TypeAlias = Callable[[str, float], None]
 """Called with the stage of a start that begins, and the seconds since the start began."""
 
@@ -249,7 +236,7 @@ StageReport: TypeAlias = Callable[[str, float], None]
 class Engine(ABC):
     """Holds the weights: serves the current policy and applies updates. It knows nothing of agents.
 
-    What a run relies on, and `agl_core.testing.engines` checks of a real engine:
+    A run relies on this, and `agl_core.testing.engines` checks it:
 
     **Replies.** The URLs serve OpenAI's chat completions by the policies' served names, to requests with the key of the
     context (`Authorization: Bearer`); others get 401. A request with `return_token_ids` and `logprobs` gets
@@ -261,12 +248,12 @@ class Engine(ABC):
 
     **Updates.** `update` trains a policy by the algorithm of its `PolicySpec`, built at the start from the installed
     plugins and the files of the context, with the options as its settings (`agl_core.training.child`). The engine asks
-    what was built for what it needs: epochs, minibatches, a critic, a reference. It does not read the options, whose
-    names are the algorithm's own. Transitions that cannot be trained on are left out, each with a `DropReason`
-    (`agl_core.learning.batch`), as are those that the algorithm does not keep; their weight is 0. The result has
-    the mean advantage and the summed weight of every other transition, the log-probabilities that its tokens had in
-    training, which prove that they are those that were sampled, and metrics: what the algorithm's loss measured, `loss`
-    and `grad_norm` among others. `progress` is called with growing shares, at the end with 1.
+    the algorithm, and not the options, for what it needs: epochs, minibatches, a critic, a reference. Transitions that
+    cannot be trained on (`agl_core.learning.batch`), or that the algorithm does not keep, are dropped, each with a
+    `DropReason` and the weight 0. The result has the mean advantage and the summed weight of every other transition,
+    the log-probabilities of its tokens in training, which prove that they are those that were sampled, and metrics of
+    the algorithm's loss, `loss` and `grad_norm` among others. `progress` is called with growing shares, at the end
+    with 1.
 
     **Versions.** They begin at 0. Each update makes the next one, also if it could train on nothing, and serves it at
     once and whole. An update runs to its end even if its caller is cancelled; updates, saves and loads come one after
@@ -305,7 +292,7 @@ class Engine(ABC):
         raise self._not_supported("load")
 
     async def versions(self) -> Mapping[str, int]:
-        """The version being served of each policy; none where weights have no versions."""
+        """The version being served of each policy; none if weights have no versions."""
         return {}
 
     async def stats(self) -> Mapping[str, float]:
@@ -324,46 +311,38 @@ class Engine(ABC):
         return
 
     def check(self) -> None:
-        """Raise EngineError with the reason if it is known to be lost, without asking it; few engines know.
-
-        A run looks while it waits for rollouts, which would end one after the other as lost.
-        """
+        """Raise EngineError with the reason if it is known to be lost; a run looks while it waits for rollouts."""
         return
 
     def describe(self) -> str:
-        """Its configuration, where that differs from defaults, and the resources that it would take.
-
-        Nothing is started (`agl train --dry-run`).
-        """
+        """Settings other than defaults, and the resources it would take (`agl train --dry-run`); starts nothing."""
         return f"The engine {type(self).__name__} starts one process on this machine.\n"
 
     async def tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
-        """Recorded calls with the token ids of their texts; without any where the chat template cannot write them.
+        """Recorded calls with the token ids of their texts, or without, if the chat template cannot write them.
 
-        An engine that has it and `logprobs` trains on recorded texts and declares `Capability.RECORDED_TEXTS`: in an
-        update it takes the policy's own log-probabilities for those of a batch that are not known.
+        An engine with this and `logprobs` declares `Capability.RECORDED_TEXTS`: in an update it takes the policy's own
+        log-probabilities for unknown ones.
         """
         raise self._not_supported("tokenize")
 
     async def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
         """The log-probability of each response token under the current weights, at the transition's temperature.
 
-        It changes nothing. The batch has only what the model could be trained on; what the engine cannot take all the
-        same is NaN.
+        It changes nothing. The batch has only what the model could be trained on; NaN for what the engine cannot take.
         """
         raise self._not_supported("logprobs")
 
     async def publish(self, name: str, spec: PolicySpec) -> None:
-        """Load a saved policy and serve it by this name. Meanwhile the others are answered; adapters share their bases.
+        """Load a saved policy and serve it by this name, while others are answered; adapters share their bases.
 
-        An engine that has this and `withdraw` works without a run and declares `Capability.POLICIES`: its
-        context may name no policies, then it serves those that are published. Mistakes are errors as for every engine:
-        an adapter of other weights than those of the spec is an EngineError.
+        An engine with this and `withdraw` works without a run, whose context may name no policies, and declares
+        `Capability.POLICIES`. An adapter of other weights than those of the spec is an EngineError.
         """
         raise self._not_supported("publish")
 
     async def withdraw(self, name: str) -> None:
-        """Serve a policy no longer; what it is answering now is answered, and its memory is then free."""
+        """Answer the policy's open requests, and no others, and free its memory."""
         raise self._not_supported("withdraw")
 
     def _not_supported(self, method: str) -> EngineError:

@@ -5,9 +5,8 @@ it can waste its own seconds and memory, and spoil its own value; nothing else.
 
     trainer ──▶ fork server (has imported the function, holds no key) ──fork──▶ evaluator (limited) ──value──▶ trainer
 
-Each evaluation is a process of its own, so nothing that one changes is there for the next. The fork server never sees
-the text, and the evaluator gives up what it does not need (`_enter_sandbox`) before it sees it: the kernel holds it to
-that, and no code in it can step back.
+Each evaluation is a process of its own. The fork server never sees the text, and the evaluator gives up what it does
+not need (`_enter_sandbox`) before it sees it: the kernel holds it to that.
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ async def run_sandboxed(
     """Call `function(*arguments)` in a fork of a process that has imported it; returns its JSON value.
 
     The function is one of a module, and so are functions among its arguments, which can be pickled. It may take
-    `seconds`, read the files `reads`, and return `max_reply` bytes of JSON. `prepare` is a function of a module and its
-    JSON arguments: it is called once before, outside the sandbox, so it must not see the text; what it caches is there
-    in each evaluation. SandboxError if the function raises, SandboxLimitError if it exceeds a limit.
+    `seconds`, read the files `reads`, and return `max_reply` bytes of JSON. `prepare`, a function of a module and its
+    JSON arguments, is called once before, outside the sandbox, to fill caches; it must not see the text. SandboxError
+    if the function raises, SandboxLimitError if it exceeds a limit.
     """
     functions = [argument for argument in arguments if inspect.isfunction(argument)]
     job = {
@@ -164,8 +163,6 @@ class IsolatedRule(ABC):
 
 
 class IsolatedFunction(IsolatedRule):
-    """A function of the user's in a sandbox."""
-
     def __init__(self, function: Callable[..., RewardValue], settings: Mapping[str, Any]) -> None:
         self._function, self._settings = function, dict(settings)
 
@@ -196,10 +193,9 @@ def _from_json(value: Any) -> RewardValue:
 
 
 def _enter_sandbox(result: int, seconds: float, reads: Iterable[str]) -> None:
-    """Give up what an evaluation does not need.
+    """Give up descriptors other than `result`, writing to files, and memory and CPU time without bound.
 
-    Everywhere: other descriptors than `result`, writing to files, and memory and CPU time without bound. On Linux also:
-    files (by Landlock) but those of the interpreter and `reads`; and (by seccomp) what `_DENIED` lists.
+    On Linux also files other than `reads` and the interpreter's (by Landlock), and what `_DENIED` lists (by seccomp).
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
@@ -329,7 +325,7 @@ _DENIED = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
 }
-"""System calls that an evaluation gets `EPERM` for, with their numbers on x86_64 and aarch64.
+"""System calls refused with `EPERM`: their numbers on x86_64 and aarch64.
 
 They open sockets (and `shutdown` the caller's), start processes and threads, signal, inspect or slow down other ones,
 change files that may not be opened, or leave something behind in the kernel.

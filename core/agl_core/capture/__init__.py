@@ -1,8 +1,4 @@
-"""Identity and tool results, which adapters supply; stamping of requests; attaching without code.
-
-The gateway alone records tokens. This package adds who made a call (a header of its HTTP request) and what the tools
-did (in the attempt's recording, which the worker sends when the attempt ends).
-"""
+"""Who made a call (a header of its request), and what the tools did (the attempt's recording, sent at its end)."""
 
 from agl_core.capture.attaching import attach as attach
 from agl_core.capture.attaching import installed_adapters as installed_adapters

@@ -28,7 +28,7 @@ from agl_core.protocols import Adapter
 from agl_core.types import AttemptKey
 
 SITE = Path(__file__).parent / "site"
-"""The folder with our sitecustomize."""
+"""The folder of sitecustomize."""
 _TELEMETRY = "OTEL_EXPORTER_OTLP_"
 
 
@@ -40,9 +40,9 @@ class Attachment:
         """The frameworks whose adapter could not be attached, and why."""
         self._stamper, self._patches = Stamper(), Patches()
         self._waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
-        """By module, what is done when it is imported. It must not raise: the user's own import would fail."""
+        """Actions at the import of each module; they must not raise, or the user's own import would fail."""
         self._known: set[tuple[str, object]] = set()
-        """Frameworks, each with the function that attaches to it: instances of one class have the same."""
+        """Frameworks, each with a function that attaches to it; instances of one class have the same."""
 
     def install(self, adapters: Iterable[Adapter]) -> None:
         """Stamp requests, carry attempts into threads, and attach each adapter when its framework is imported."""
@@ -61,7 +61,7 @@ class Attachment:
                     self._when_imported(parent, functools.partial(self._look_for, module, adapter))
 
     def detach(self) -> None:
-        """Stop stamping and carrying. The hooks of adapters stay in their frameworks, and have nothing to report to."""
+        """Stop stamping and carrying. The hooks of adapters stay in their frameworks, without effect."""
         self._known.clear()
         self.failed.clear()
         self._waiting.clear()
@@ -111,11 +111,10 @@ class Attachment:
 
 
 def attach(adapters: Iterable[Adapter] | None = None) -> Attachment:
-    """See the agents of this process without a change to their code; calling it again adds what is new.
+    """See the agents of this process without a change to their code; calling it again adds new adapters.
 
-    Requests that go to the Lightning Server say which attempt they belong to and who made them, and each adapter
-    (by default all that are installed) is attached when its framework is imported. An adapter that fails is
-    reported and does not break the agent.
+    Requests to the Lightning Server name their attempt and agent, and each adapter (by default every installed one) is
+    attached when its framework is imported. An adapter that fails is reported and does not break the agent.
 
     >>> attach([]).failed
     {}
@@ -182,11 +181,10 @@ def bootstrap_variables(
 ) -> dict[str, str]:
     """The variables to add to `environment`, so that each Python process of a command attaches itself to an attempt.
 
-    Requests to the server at `base_url` are stamped and carry `api_key`. What adapters and the agent report is written
-    below `reports` (see `read_spool`). `plugins` are files whose adapters are attached beside the installed ones.
-    Frameworks are those of the adapters that are installed here, and those that adapters of the command's own Python
-    name in the entry-point group `agl.frameworks`. A process that imports no framework, no HTTP library and no agl is
-    left alone. An OpenTelemetry exporter sends its spans to the attempt, unless `environment` says where.
+    Requests to the server at `base_url` are stamped and carry `api_key`; reports are written below `reports` (see
+    `read_spool`). Adapters are the installed ones, those of the files `plugins`, and those of the command's own Python,
+    whose frameworks the entry-point group `agl.frameworks` names. A process that imports no framework, no HTTP library
+    and no agl is left alone. An OpenTelemetry exporter sends its spans to the attempt, unless `environment` says where.
     """
     telemetry = {
         f"{_TELEMETRY}TRACES_ENDPOINT": f"{base_url}{rollout_path(*attempt)}/v1/traces",

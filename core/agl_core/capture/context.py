@@ -1,11 +1,10 @@
-"""Where the running code belongs: its attempt, its agent and its state, and the model call that its tools follow.
+"""The attempt, agent and state of the running code, and the model call that its tools follow.
 
 All of it is one context variable, so that concurrent rollouts can share an agent that was made once at import.
 
 An agent written from scratch asks the model, runs what the reply asks for, and asks again: each call begins a step,
-and the tools that run in it are that call's. The step's span is stamped on the call as its parent span, and reported
-as that of the tools. If calls of one scope overlap, a tool belongs to the call of its own task. If that is not clear,
-it belongs to none: no join is guessed.
+whose tools are that call's. The step's span is stamped on the call, and reported with the tools, as their parent span.
+If calls of one scope overlap, a tool belongs to the call of its own task, or, if that is not clear, to none.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class Steps:
             self._running.discard(step)
 
     def span(self) -> str | None:
-        """The span of `step`, if there is one."""
         step = self.step()
         return None if step is None else step.span
 
@@ -90,8 +88,8 @@ class Steps:
             return step
         if latest is None or self._have_overlapped:
             return None
-        # A call of another context: that context was waited for where it began with no step, as in `asyncio.wait_for`,
-        # or where it was of this thread, in which no event loop runs any more, as after `asyncio.run`.
+        # A call of another context: this one waited for it if it began with no step, as in `asyncio.wait_for`, or if it
+        # was of this thread, in which no event loop runs any more, as after `asyncio.run`.
         has_come_back = latest.thread == threading.get_ident() and asyncio._get_running_loop() is None
         return latest if step is None or has_come_back else None
 
@@ -109,11 +107,9 @@ class AttemptContext:
     base_url: str
     """The root of the Lightning Server, `http://127.0.0.1:8000` say; only requests below it are stamped."""
     api_key: str
-    """The bearer token of the agent's client."""
     recording: Recording
-    """Where its tool results and rewards are collected."""
     prompts: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    """The texts of its named prompts."""
+    """Texts by name."""
     calls: list[SentCall] | None = field(default=None, kw_only=True)
     """Its model calls, if no server records them."""
 
@@ -122,20 +118,19 @@ class AttemptContext:
 class IdentityScope:
     """The time in which an identity holds; the innermost open scope counts.
 
-    It is closed, not reset: a framework may report a call's end from another task, thread or context than its start,
-    where the token of a context variable cannot be used.
+    It is closed, not reset: the end may come in another context, where the token of a context variable is of no use.
     """
 
     identity: Identity
     outer: IdentityScope | None
     steps: Steps | None = None
-    """In which each call begins a step; None if the framework itself has a span around each call."""
+    """None if the framework itself has a span around each call."""
     variables: Mapping[str, Json] | None = None
-    """The semantic variables that the framework has; if it has none, those of the scope around this one."""
+    """The framework's semantic variables, or else those of the scope around this one."""
     attempt: AttemptContext | None = None
-    """The one that runs inside, if no other does: an adapter has begun it."""
+    """An adapter's own attempt, which runs inside if no other does."""
     run: Any = None
-    """The run of an agent or a tool (`agl_core.capture.marking`) that it is, if it is one."""
+    """Its run of an agent or a tool (`agl_core.capture.marking`), if it is one."""
     is_open: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -152,14 +147,14 @@ class Here:
 
     attempt: AttemptContext | None = None
     scope: IdentityScope | None = None
-    """The innermost one that was entered; it may be closed."""
+    """The innermost one; it may be closed."""
     step: Step | None = None
-    """The step of any scope. When a scope has ended, it is the one before that scope again."""
+    """The step of any scope; when a scope has ended, the one before that scope."""
     variables: Mapping[str, Json] = field(default_factory=dict)
 
     @classmethod
     def now(cls) -> Here:
-        """With the attempt and the innermost open scope of this context, to be carried elsewhere."""
+        """The attempt and the innermost open scope of this context, to be carried elsewhere."""
         return replace(HERE.get(), attempt=current_attempt(), scope=current_scope())
 
     @property
@@ -171,7 +166,6 @@ NOWHERE = Here()
 HERE: ContextVar[Here] = ContextVar("agl_here", default=NOWHERE)
 """Threads do not inherit it by themselves."""
 _of_process: AttemptContext | None = None
-"""The attempt that holds in every context of this process."""
 
 
 def move(**changes: Any) -> None:
@@ -209,11 +203,10 @@ def start_running(active: AttemptContext | None) -> None:
 
 
 def state(**values: Any) -> None:
-    """Set the agent's semantic variables: the calls made from now on in this context carry them.
+    """Set semantic variables of the agent, which calls in this context carry from now on, as `Transition.state`.
 
-    They are kept as JSON with each call, as `Transition.state`, at most 16 KiB of it; what does not fit is replaced by
-    a note that says so. A name that is set again has the new value, other names keep theirs. Outside any rollout it
-    does nothing.
+    They are at most 16 KiB of JSON; values that do not fit are cut, with a note. Other names keep their values.
+    Outside any rollout it does nothing.
 
     >>> state(plan=["search", "answer"], budget=3)
     """
@@ -281,10 +274,9 @@ def enter_identity(
     attempt: AttemptContext | None = None,
     run: Any = None,
 ) -> IdentityScope:
-    """From now on, in this context and those copied from it, `identity` makes the calls, until the scope is closed.
+    """From now on, in this context and its copies, `identity` makes the calls, until the scope is closed.
 
-    An identity without an agent name keeps the name of the one around it. With `steps`, each call begins one;
-    `variables` are the agent's semantic variables as its framework has them; `attempt` runs where no other one does.
+    An identity without an agent name keeps the name of the one around it. The rest is as in `IdentityScope`.
     """
     outer = current_scope()
     if identity.agent is None and outer:

@@ -6,7 +6,6 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
 
 from agl_core.capture import context
@@ -22,11 +21,11 @@ _NOT_SET: Any = object()
 
 
 class Run:
-    """One run of an agent or a tool: a context manager, or from `start` to `end` where these are events."""
+    """One run of an agent or a tool: a context manager, or from the event `start` to the event `end`."""
 
     def __init__(self, adapter: str | None = None, of: Any = None) -> None:
         self.adapter, self.of = adapter, of
-        """The adapter that sees it, and what runs, as that knows it."""
+        """The adapter that sees it, and the adapter's own object for it."""
         self.result: Any = None
         self._scope: context.IdentityScope | None = None
         self._outer: context.Step | None = None
@@ -41,14 +40,12 @@ class Run:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.end(error)
 
 
 def open_runs(adapter: str | None) -> Iterator[Run]:
-    """The runs that this adapter sees go on in this context, innermost first; None: those of markers."""
+    """This adapter's open runs in this context, innermost first; None: those of markers."""
     runs = (scope.run for scope in context.open_scopes())
     return (run for run in runs if run is not None and run.adapter == adapter)
 
@@ -77,10 +74,10 @@ class AgentRun(Run):
 
 
 class ToolRun(Run):
-    """One run of a tool. In `with agl_core.tool(…) as run`, set `run.result` to what the tool gave.
+    """One run of a tool. In `with agl_core.tool(…) as run`, set `run.result`.
 
-    `arguments` may be a function that gives them, which is called in a rollout only. If the run is of an `adapter` and
-    was cut off from outside, nothing is recorded: the framework has given it up.
+    `arguments` may be a function, which is called in a rollout only. A run of an `adapter` that was cut off from
+    outside, because the framework has given it up, is not recorded.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class ToolRun(Run):
         self.decided: Decided | None = None
         """Its status, if the framework says more than the result."""
         self.only_failures = only_failures
-        """It is recorded only if it failed: it answers in the agent's name, or was cut off."""
+        """A success is not recorded: it answers in the agent's name, or was cut off."""
         self._is_code = is_code
         """The tools that it runs answer the call that wrote it."""
         self._tool, self._tool_call_id, self._arguments = tool, tool_call_id, arguments
@@ -166,9 +163,7 @@ class Marker(Generic[R]):
         run.start()
         return run
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # Concurrent contexts may share a marker: each ends the run that it began.
         run = next((run for run in open_runs(None) if run.of is self), None)
         if run is not None:
@@ -177,9 +172,7 @@ class Marker(Generic[R]):
     async def __aenter__(self) -> R:
         return self.__enter__()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.__exit__(kind, error, trace)
 
     def __call__(self, function: F) -> F:
@@ -195,10 +188,10 @@ class Marker(Generic[R]):
 
 
 def agent(name: str) -> Marker[AgentRun]:
-    """The calls made inside are this agent's, and so are its tools: a decorator or a context manager, sync or async.
+    """Calls and tools inside are this agent's: a decorator or a context manager, sync or async.
 
-    Inside, each model call begins a step, and a tool (see `tool`) that runs without a call id belongs to the call of
-    its step. Agents nest; concurrent runs, in tasks or threads, are kept apart.
+    Each model call begins a step, to which a tool (see `tool`) without a call id belongs. Agents nest; concurrent runs,
+    in tasks or threads, are kept apart.
 
     >>> @agent("writer")
     ... def write(topic):
@@ -214,11 +207,11 @@ def tool(tool: F) -> F: ...
 @overload
 def tool(tool: str, *, tool_call_id: str | None = None, arguments: Any = None) -> Marker[ToolRun]: ...
 def tool(tool: F | str, *, tool_call_id: str | None = None, arguments: Any = None) -> F | Marker[ToolRun]:
-    """The code inside is a tool: its tool result (ok, error, timeout or empty) is recorded.
+    """The code inside is a tool, whose result (ok, error, timeout or empty) is recorded in a rollout.
 
-    A decorator or a context manager, sync or async. `tool_call_id` is the id of the tool call that asked for it,
-    where the model's API has one; without it, the tool belongs to the latest call of the `agent` around it. A decorated
-    function reports its arguments and result by itself. Outside any rollout nothing is recorded.
+    A decorator or a context manager, sync or async. `tool_call_id` is the id of the tool call that asked for it; a tool
+    without one belongs to the latest call of the `agent` around it. A decorated function reports its arguments and
+    result by itself.
 
     >>> @tool
     ... def add(a, b):

@@ -37,10 +37,7 @@ _MAX_SPOOLS = 4096
 
 
 class Report(BaseModel):
-    """One report on its way from an agent's process to the one that started it.
-
-    One of the fields is set; each is named after the method of `Recording` that takes it.
-    """
+    """A report of an agent's process: one field is set, named after the method of `Recording` that takes it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,8 +56,7 @@ class Report(BaseModel):
 class Recording:
     """Collects the reports of one attempt, from any thread, until it is closed.
 
-    A report that comes after `close` is not kept. In an agent's process, each report is also sent on at once by `send`,
-    so that nothing is lost if the process is killed.
+    In an agent's process, `send` also passes each report on at once, so that nothing is lost if that is killed.
     """
 
     def __init__(self, send: Callable[[Report], None] = lambda report: None) -> None:
@@ -74,30 +70,28 @@ class Recording:
 
     @property
     def tool_results(self) -> tuple[ToolResult, ...]:
-        """The results of tools, in the order reported; an id reported twice counts once."""
+        """In the order reported; an id reported twice counts once."""
         with self._lock:
             return tuple(self._tool_results.values())
 
     @property
     def rewards(self) -> tuple[RewardReport, ...]:
-        """The rewards that the agent reported, in order."""
         with self._lock:
             return tuple(self._rewards)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The problems of adapters, each once; the agent went on without them."""
+        """Failures of adapters, each once."""
         with self._lock:
             return tuple(self._problems)
 
     @property
     def bypassed_calls(self) -> dict[str, int]:
-        """How often model APIs were called that are not agl's, by address."""
+        """Calls of model APIs that are not agl's, by address."""
         with self._lock:
             return dict(self._bypassed)
 
     def tool_result(self, report: ToolResult) -> None:
-        """Keep what a tool did; the first report of an id counts."""
         with self._lock:
             if not self._closed:
                 self._tool_results.setdefault(report.id, report)
@@ -110,7 +104,7 @@ class Recording:
         self._send(Report(reward=report))
 
     def problem(self, text: str) -> bool:
-        """Keep what an adapter could not do, even after the end; True if it is new and among the first."""
+        """Keep a failure of an adapter, also after the end; True if it is new and among the first."""
         text = text[:_MAX_PROBLEM]
         with self._lock:
             is_new = text not in self._problems and len(self._problems) < MAX_PROBLEMS
@@ -121,7 +115,7 @@ class Recording:
         return is_new
 
     def bypassed(self, address: str) -> None:
-        """The agent calls a model API elsewhere: agl does not see that call."""
+        """Count a call of a model API that agl does not see."""
         address = address[:MAX_ADDRESS]
         with self._lock:
             has_room = address in self._bypassed or len(self._bypassed) < MAX_BYPASSED
@@ -130,7 +124,7 @@ class Recording:
         self._send(Report(bypassed=address))
 
     def close(self) -> None:
-        """The attempt has ended; closing it again changes nothing."""
+        """Keep no more; closing it again changes nothing."""
         with self._lock:
             self._closed = True
 
@@ -158,7 +152,7 @@ class SentCall:
 
 
 def spooled(folder: Path) -> Recording:
-    """A recording that writes its reports into `folder`, one JSON object a line; each process has a file of its own."""
+    """A recording that writes its reports as lines of JSON into `folder`, each process into a file of its own."""
 
     def write(report: Report) -> None:
         data = report.model_dump_json(exclude_none=True).encode() + b"\n"
@@ -176,10 +170,10 @@ def spooled(folder: Path) -> Recording:
 
 
 def read_spool(folder: Path, recording: Recording) -> None:
-    """Add the reports of all processes in `folder`; what cannot be read is a problem of the recording.
+    """Add the reports of all processes in `folder`; a report that cannot be read is a problem of the recording.
 
-    Any process that the command started could write there, whatever it likes. So the source of all reports is the
-    command, whatever they claim, and only regular files count, up to `MAX_SPOOL` bytes in all.
+    Any process of the command may have written there. So the source of every report is the command, whatever the report
+    claims, and only regular files count, up to `MAX_SPOOL` bytes in all.
     """
     room = MAX_SPOOL
     try:
@@ -240,9 +234,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def jsonable(value: Any, limit: int = 16_384) -> Json:
-    """`value` as JSON, `limit` bytes at most; what is longer is cut, as text, with a note that says so.
-
-    It never raises: a value that is not JSON is kept as its text.
+    """`value` as JSON, a longer one than `limit` bytes as a text that is cut, with a note; it never raises.
 
     >>> jsonable({"at": (1, 2), "who": {"Ann"}})
     {'at': [1, 2], 'who': ['Ann']}

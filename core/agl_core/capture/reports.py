@@ -32,10 +32,9 @@ V = TypeVar("V")
 
 
 def reward(value: float, name: str = "reward") -> None:
-    """Report a reward that only the agent can know; it is kept as an event of the current attempt.
+    """Report a reward that only the agent can know, any number of times; outside any rollout it does nothing.
 
-    It may be called several times. Outside any rollout it does nothing, so that the agent runs unchanged in
-    production. AgentError if `value` is not a finite number.
+    AgentError if `value` is not a finite number.
 
     >>> reward(0.5, name="tests_passed")
     """
@@ -52,10 +51,10 @@ def reward(value: float, name: str = "reward") -> None:
 
 
 def prompt(name: str, default: str | None = None) -> str:
-    """The text of the agent's prompt of this name: in a rollout that of the run's configuration, or of a candidate.
+    """The text of a prompt by name: in a rollout that of the run or of a candidate, elsewhere that of a file.
 
-    Elsewhere it is that of the file that the variable AGL_PROMPTS names (such as `agl optimize` writes). Where neither
-    has one, it is `default`. AgentError if there is none at all, or that file cannot be read.
+    The variable AGL_PROMPTS names the file (such as `agl optimize` writes). `default` is for names that neither has.
+    AgentError if there is no text at all, or the file cannot be read.
 
     >>> prompt("system", "Answer in one word.")
     'Answer in one word.'
@@ -107,9 +106,9 @@ def record_tool_result(
     """Report, in bounded size, what a tool returned or the exception that it raised; outside any rollout do nothing.
 
     The tool has ended just now; `started` is in Unix seconds. `id` names this run of it: the same id is recorded once.
-    `who` is the agent that asked for it, the run's own span, and the span around it. The status is decided by the
-    result unless `decided` says more. `adapter` is the adapter that saw it, if one did: of two that saw one tool call,
-    one counts. `recording` is that of the attempt, by default of the current one.
+    `who` is the agent that asked for it, the run's own span, and the span around it. The result decides the status,
+    unless `decided` does. If several adapters saw one tool call, one `adapter` counts. `recording` is by default the
+    current attempt's.
 
     >>> recording = Recording()
     >>> record_tool_result("1", "search", ["a", "b"], recording=recording)
@@ -145,7 +144,7 @@ def record_tool_result(
 
 
 def report_problem(where: str, error: BaseException) -> None:
-    """Log that an adapter failed, once per attempt, and add it to the attempt's problems; the agent goes on."""
+    """Log a failure of an adapter, once per attempt, as one of the attempt's problems; the agent goes on."""
     text = f"{where} failed: {describe_error(error)}"
     active = current_attempt()
     if active is None or active.recording.problem(text):
@@ -154,7 +153,7 @@ def report_problem(where: str, error: BaseException) -> None:
 
 
 def guarded(event: Callable[P, None]) -> Callable[P, None]:
-    """Make an adapter's event handler one that never raises: what it raises is reported as a problem.
+    """Have an adapter's event handler report what it raises as a problem.
 
     >>> @guarded
     ... def on_end() -> None:
@@ -173,9 +172,7 @@ def guarded(event: Callable[P, None]) -> Callable[P, None]:
 
 
 class Latest(dict[K, V]):
-    """The latest `most` entries: one more drops the oldest.
-
-    It holds what is open: frameworks do not report the end of every run, and those would pile up.
+    """The latest `most` entries: one more drops the oldest, for frameworks do not report the end of every run.
 
     >>> latest = Latest(2)
     >>> for number in range(3):

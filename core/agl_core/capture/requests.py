@@ -1,8 +1,8 @@
 """The headers of model calls: on requests to the Lightning Server, whichever HTTP library sends them, and on replies.
 
-A client made once at import may be shared by concurrent rollouts: each request carries the attempt of the context
-that sends it. Requests to any other host are left alone; those to a model API are counted, for agl does not see them.
-An attempt without a server keeps them, with their replies, if httpx sends them.
+Concurrent rollouts may share a client made at import: each request carries the attempt of the context that sends it.
+Requests to other hosts are left alone; those to model APIs are counted, or, in an attempt without a server, kept with
+their replies if httpx sends them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agl_core.types import Identity
 HEADER_ROLLOUT = "x-agl-rollout"
 """`ROLLOUT/ATTEMPT`: which attempt a request belongs to; the same as the path prefix /rollout/R/attempt/A."""
 HEADER_AGENT = "x-agl-agent"
-"""Who makes the call; percent-encoded (`urllib.parse.unquote`), since headers are ASCII and names are not."""
+"""The name of the agent that makes the call, percent-encoded (`urllib.parse.unquote`)."""
 HEADER_PARENT_SPAN = "x-agl-parent-span"
 """The span that encloses the call."""
 HEADER_STATE = "x-agl-state"
@@ -84,10 +84,7 @@ class Stamper:
 
     @contextmanager
     def stamped(self, method: str, headers: MutableMapping[str, str]) -> Iterator[None]:
-        """Stamp a request to the server (see `goes_to_the_server`), which is sent inside with what is set in `headers`.
-
-        They are found by names in lower case.
-        """
+        """Stamp a request to the server, which is sent inside: change `headers`, whose names are in lower case."""
         active, step = current_attempt(), None
         if active is not None:
             try:
@@ -143,10 +140,7 @@ def header_value(text: str) -> str:
 
 
 def goes_to_the_server(url: str) -> bool:
-    """True if a request belongs to an attempt of this context: its URL is below the base URL of the server.
-
-    A call to a model API elsewhere is reported.
-    """
+    """True if the URL is below the server's of this context's attempt; a call to another model API is reported."""
     active = current_attempt()
     if active is None:
         return False
@@ -192,7 +186,7 @@ def _begun_step(method: str, headers: Mapping[str, str]) -> Step | None:
 
 
 def _kept_call(request: Any) -> SentCall | None:
-    """The call that is to be kept with its reply; None if a server records it, or if it is none."""
+    """The call to keep with its reply; None if a server records it, or if it is no model call."""
     active = current_attempt()
     if active is None or active.calls is None:
         return None
@@ -275,9 +269,8 @@ def _httpx(library: ModuleType, stamper: Stamper, patches: Patches) -> None:
 def _poll_when_used(pools: ModuleType, patches: Patches) -> None:
     """Have a pool ask the system about the one connection that it is about to use, and not about every idle one.
 
-    A server may have closed an idle connection. A pool polls all of them at the start and at the end of each request,
-    which took 44% of a worker's thread. A connection that turns out to be closed is left as one that another request
-    has taken: the pool chooses again.
+    To poll all of them at the start and the end of each request took 44% of a worker's thread. If the server has closed
+    the connection, the pool chooses again, as if another request had taken it.
     """
 
     def too_old(_: _Send) -> _Send:

@@ -2,10 +2,8 @@
 
 The first rule that matches decides, and its name is kept with the tool result (`ToolResult.status_rule`). A reported
 failure counts: an exception, or a status "error". A reported success counts only if the tool's author set it, because
-frameworks call every tool that did not raise a "success". Otherwise the result decides.
-
-docs/tool-status.md has the table with examples, and the versions in whose source a framework's own words were read. Its
-adapter brings them (`agl_core.adapter(…, status_rules=…)`).
+frameworks call every tool that did not raise a "success". Otherwise the result decides. A framework's own words are
+rules of its adapter (`agl_core.adapter(…, status_rules=…)`). docs/tool-status.md has the table with examples.
 """
 
 from __future__ import annotations
@@ -30,11 +28,9 @@ _HEAD = 200
 """Characters of an error in which a timeout is looked for: its type and message, not what it quotes."""
 _EMPTY = frozenset({"", "null", "None", "[]", "{}", "()", "set()", '""', "''"})
 _NO_ERROR = frozenset({"", "none", "null", "nil", "no", "false", "0"})
-"""Words for nothing."""
 _SETTING = r"\s* \d+(?:\.\d+)? \s* \w* \s* \n"
 """This follows "timeout:" where that is one of several settings."""
 _REASON = "|".join(re.escape(status.phrase) for status in HTTPStatus if status >= 400)
-"""The words beside the number of an HTTP error."""
 _WHO = r"""
     (?: (?: the | your | this | a | an ) \s )?
     (?: (?! (?: of | in | on | at | by | that | this | the | and | or | but | sa(?:id|ys) ) \b )
@@ -56,16 +52,16 @@ class Seen:
     text: str = ""
     """Its result, if that is a text."""
     value: Any = None
-    """Its result, if that is another value."""
+    """Its result, if that is no text."""
     raised: BaseException | None = None
     reported: Json = None
     """"error", or "success" if the tool's author set it."""
     is_known: bool = True
-    """False if nothing is known of its result."""
+    """False if its result is unknown."""
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:
-        """The fields of its result, if that is a JSON object, or a dictionary as Python prints it."""
+        """The fields of a result that is a JSON object, or a dictionary as Python prints it."""
         return self.value if isinstance(self.value, Mapping) else _object(self.text)
 
     @property
@@ -267,10 +263,7 @@ class Decided(NamedTuple):
 
 
 def decide(seen: Seen) -> Decided:
-    """The status by the first rule that matches, of what is in `{"result": …}` if that is all there is.
-
-    Some frameworks send everything in it that is no dictionary.
-    """
+    """The status by the first rule that matches; some frameworks wrap results as `{"result": …}`."""
     while seen.raised is None and set(seen.fields) == {"result"}:
         inner = seen.fields["result"]
         is_text = isinstance(inner, str)
@@ -284,9 +277,7 @@ def decide(seen: Seen) -> Decided:
 
 
 def status_of(result: Any) -> Decided:
-    """The status of a tool call, by what it returned or raised.
-
-    An exception that was raised from a timeout is a timeout. A text is read as in a message (see `message_status`).
+    """The status of a tool call, by what it returned (a text as in `message_status`) or raised, also from a timeout.
 
     >>> [str(status_of(result).status) for result in (7, "", [], ValueError(), TimeoutError())]
     ['ok', 'empty', 'empty', 'error', 'timeout']
@@ -301,9 +292,8 @@ def status_of(result: Any) -> Decided:
 def message_status(content: Json, status: Json = None) -> Decided:
     """The status of a tool, by the `tool` message that answers its call.
 
-    `status` is what was reported of it: "error", or "success" if the tool's author said so, and not the framework,
-    which calls anything that did not raise a success. Otherwise the content decides. A tool that words its failure in
-    its own way needs an adapter or a rule of the user's.
+    A reported `status` decides: "error", or "success" if the tool's author, and not the framework, said so; otherwise
+    the content. A tool with words of its own for a failure needs an adapter or a rule of the user's.
 
     >>> [str(message_status(text).status) for text in ("22 °C", "5 errors", "null", "Error: no city", "Timed out.")]
     ['ok', 'ok', 'empty', 'error', 'timeout']
@@ -314,7 +304,7 @@ def message_status(content: Json, status: Json = None) -> Decided:
 
 
 def failure_status(error: str) -> Decided:
-    """Which failure an error's type or message names: at its beginning, not in what it quotes later.
+    """The failure that an error's type or message names at its beginning.
 
     >>> str(failure_status("httpx.ReadTimeout: ").status), str(failure_status("boom").status)
     ('timeout', 'error')
@@ -323,5 +313,5 @@ def failure_status(error: str) -> Decided:
 
 
 def unknown_status() -> Decided:
-    """The status of a tool that did not fail, and of which nothing else is known."""
+    """The status of a tool that did not fail, as far as is known."""
     return decide(Seen(is_known=False))

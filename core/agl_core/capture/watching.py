@@ -1,4 +1,4 @@
-"""Functions of frameworks and HTTP libraries are wrapped where these have no hook; what they do stays as it is."""
+"""Wrappers for functions of frameworks and HTTP libraries without a hook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Enter: TypeAlias = Callable[..., AbstractContextManager[Any] | None]
 _Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _WRAPPED = "_agl_wrapped"
-"""Marks a function that `wrap_once` made; `functools.wraps` copies the mark to wrappers around it."""
+"""Marks a function of `wrap_once`; `functools.wraps` copies the mark to wrappers around it."""
 
 
 def watch(owner: Any, name: str, enter: Enter, *, streams: bool = False) -> None:
@@ -72,10 +72,7 @@ class Patches:
 
 @contextmanager
 def in_rollout(enter: Enter, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Inside what `enter` returns, if that is anything; outside any rollout it is not called.
-
-    An exception of `enter` is reported as a problem, and the code inside runs all the same.
-    """
+    """In a rollout, enter what `enter` returns, unless that is None; what it raises is reported as a problem."""
     with ExitStack() as stack:
         run = None
         if current_attempt() is not None:
@@ -90,8 +87,8 @@ def in_rollout(enter: Enter, /, *args: Any, **kwargs: Any) -> Iterator[Any]:
 def within(enter: Callable[..., AbstractContextManager[Any]], *, streams: bool = False) -> _Wrap:
     """A wrapper of functions, sync or async: each call is made inside `enter(*args, **kwargs)`.
 
-    The object that it yields, if it has a `result`, gets what the function returned. With `streams`, the function may
-    return a generator, sync or async: then the call lasts until its end, and its items are the results.
+    If the object that it yields has a `result`, that is set to what the function returned. With `streams`, a call that
+    returns a generator, sync or async, lasts until its end, and its items are the results.
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +117,7 @@ def within(enter: Callable[..., AbstractContextManager[Any]], *, streams: bool =
 
 
 class _Stream:
-    """A call that goes on between the items of its generator: there agl's context variable is that of the reader."""
+    """A call that goes on between the items of its generator, where the reader has another context."""
 
     def __init__(self, run: Any, opened: ExitStack) -> None:
         self._run, self._opened, self._inside = run, opened, HERE.get()

@@ -30,19 +30,18 @@ START, LOOK, DATA, CHECK = "Train", "Look at runs", "Rewards and data", "This in
 
 
 class Command(NamedTuple):
-    """A command as the help lists it, and where it is."""
+    """A command in the help, and its place."""
 
     module: str
     """With a dot first: in this package."""
     name: str
-    """Of the function or the group in it."""
+    """The function or the group in it."""
     panel: str
     help: str
     takes_all: bool = False
     """Everything after its first argument is an argument too."""
 
     def load(self, name: str) -> ClickCommand:
-        """The command itself."""
         target = getattr(importlib.import_module(self.module, __name__), self.name)
         alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         if isinstance(target, typer.Typer):
@@ -71,7 +70,7 @@ COMMANDS = {
 
 
 class _Commands(TyperGroup):
-    """The group of all commands, of which it knows the names and helps; one is imported when it is called."""
+    """The group of all commands, each of which is imported when it is called."""
 
     def list_commands(self, ctx: Context) -> list[str]:
         added = [name for name in super().list_commands(ctx) if name not in COMMANDS]
@@ -122,14 +121,14 @@ def _options(
 
 
 class HarmlessFormatter(logging.Formatter):
-    """Of log records, whose messages may quote agents."""
+    """For messages that may quote agents."""
 
     def format(self, record: logging.LogRecord) -> str:
         return harmless(super().format(record))
 
 
 def main() -> None:
-    """Run the command line. Errors that agl raises on purpose, and of files, end with status 2, Ctrl-C with 130."""
+    """Run the command line: AglErrors and errors of files end with status 2, Ctrl-C with 130."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(HarmlessFormatter())
     try:
@@ -157,7 +156,7 @@ def add_installed(cli: typer.Typer) -> None:
 
 
 def _message(error: Exception) -> str | None:
-    """The message to the user; None for an error that agl does not expect."""
+    """The message to the user; None for an unexpected error."""
     if isinstance(error, AglError):
         return str(error)
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

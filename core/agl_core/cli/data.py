@@ -146,7 +146,7 @@ def try_(
 
 
 def _ask(file: Path, config: RunConfig) -> None:
-    """Ask for leave to run the rules; ConfigError without a terminal."""
+    """Ask whether the rules may run; ConfigError without a terminal."""
     files = "".join(f", and of {plugin}" for plugin in config.plugin_files)
     runs = f"Trying runs the code of the rules in {file}{files}, with your rights."
     if not sys.stdin.isatty():
@@ -169,7 +169,6 @@ def _print_trial(screen: Screen, trial: Trial, in_full: bool) -> None:
 
 
 def _print_rollout(screen: Screen, change: RolloutChange) -> None:
-    """A table of the values before and after."""
     episode = change.episode
     heading = f"\nrollout {episode.rollout}  task {one_line(episode.task.id, 40)}  {episode.ending.value}"
     screen.print(heading, style="bold")

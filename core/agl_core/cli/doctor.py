@@ -41,7 +41,7 @@ Target = Annotated[
 ]
 
 QUIET_SECONDS = 10.0
-"""Without an end of a rollout for so long, what a run waits for comes with a remedy."""
+"""A run that waits gets a remedy if no rollout has ended for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,6 @@ class Finding:
     subject: str
     text: str
     remedy: str = ""
-    """Empty if nothing is wrong."""
 
 
 Findings: TypeAlias = Iterator[Finding]
@@ -102,7 +101,7 @@ def _findings(target: Path | None, upstream: str | None, key_env: str | None, mo
 
 
 def _checked(subject: str, findings: Findings) -> Findings:
-    """These findings; the message of an error that agl raises on purpose says what to do."""
+    """These findings, and an AglError, whose message says what to do, as the last."""
     try:
         yield from findings
     except AglError as error:
@@ -145,7 +144,7 @@ def _start(loaded: LoadedConfig) -> Findings:
 
 
 async def _session(loaded: LoadedConfig, folder: Path) -> list[Finding]:
-    """The engine's token ids and, if agents are run, one rollout; the time and memory that this took."""
+    """The engine's token ids, one rollout if agents are run, and the time and memory taken."""
     from agl_core.training.run import local_server
     from agl_core.training.session import first_look, open_session
 
@@ -171,7 +170,6 @@ async def _session(loaded: LoadedConfig, folder: Path) -> list[Finding]:
 
 
 def _resources(stats: Mapping[str, float], seconds: float) -> Findings:
-    """The start's time, and the memory that the engine took for it and for the trial: facts, of its own process."""
     if peak := stats.get("peak_rss_bytes"):
         text = f"the engine started in {seconds:.0f} s and took {peak / 2**30:.1f} GiB of memory; training takes more"
         yield Finding("ok", "resources", text)
@@ -225,7 +223,7 @@ def _server(url: str, key_env: str | None, model: str | None) -> Findings:
 
 
 def _ids(subject: str, missing: str, mark: str) -> Finding:
-    """The finding about exact ids; `mark` is that of a server that returns none."""
+    """The finding about exact ids, with `mark` for a server that returns none."""
     if not missing:
         return Finding("ok", subject, "exact ids and log-probabilities are returned")
     remedy = "its replies can be recorded and scored, not trained on; servers like vLLM return ids when asked"
@@ -282,7 +280,7 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
 
 
 def describe(component: Component) -> dict[str, Any]:
-    """A component as JSON; `needs` and `takes` (with the default settings) are None where a setting has no default."""
+    """A component as JSON; `needs` and `takes`, with the default settings, are None if a setting has no default."""
     defaults = component.options.model_construct()
     needs: list[str] | None = None
     takes: str | None = None

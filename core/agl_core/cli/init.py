@@ -1,4 +1,4 @@
-"""`agl init`: the files with which the training of one's own agent begins; they run as they are."""
+"""`agl init`: files to begin the training of an agent with, which run as they are."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ FIRST_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 """Small, and it can call tools."""
 _NUMBER = r"\s*[-+]?[\d,]*\.?\d+(e[-+]?\d+)?\s*"
 _USUAL = ("solve", "run", "answer", "agent", "main")
-"""Usual names of agents, the likeliest first."""
+"""Names of agents, the likeliest first."""
 _NOWHERE = "http://127.0.0.1:9"
-"""Clients that the file makes when it is imported need an address; nothing is sent there."""
+"""An address for clients that the file makes at its import; nothing is sent there."""
 CONFIG = "train.toml"
 REWARD = "reward.py"
 TASKS = "tasks.jsonl"
@@ -111,9 +111,9 @@ class AgentFile:
     function: str
     is_async: bool
     keys: Sequence[str]
-    """The keys that it reads of its input; none if the input is a text."""
+    """Keys of its input; none if the input is a text."""
     frameworks: Sequence[str]
-    """Those among the frameworks that it imports for which an adapter is installed."""
+    """Imported frameworks with an installed adapter."""
 
 
 def init(agent: File, entry: Entry = None, model: Model = FIRST_MODEL, force: Force = False) -> None:
@@ -144,10 +144,7 @@ def init(agent: File, entry: Entry = None, model: Model = FIRST_MODEL, force: Fo
 
 
 def read_agent_file(file: Path, function: str | None) -> AgentFile:
-    """Import an agent file, and look at its functions.
-
-    AgentError if it cannot be imported, has no such function, or does not say which of several is the agent.
-    """
+    """Import an agent file; AgentError if that fails, or if it is not clear which function is the agent."""
     if not file.exists():
         raise AgentError(f"There is no file {file} (looked in {Path.cwd()}). Name the Python file of your agent.")
     if not file.is_file() or file.suffix != ".py" or not file.stem.isidentifier():
@@ -163,7 +160,7 @@ def read_agent_file(file: Path, function: str | None) -> AgentFile:
 
 
 def _chosen(file: Path, module: ModuleType) -> str:
-    """The function with a usual name, or the only one without a decorator that can be called with a task's input."""
+    """The function with a usual name, or the only undecorated one that can be called with a task's input."""
     possible = []
     for name, function in inspect.getmembers(module, inspect.isfunction):
         is_own = (function.__module__, function.__name__) == (module.__name__, name) and not name.startswith("_")
@@ -181,7 +178,7 @@ def _chosen(file: Path, module: ModuleType) -> str:
 
 
 def _keys(function: Callable[..., object]) -> list[str]:
-    """The keys of its first argument that it names: `task["question"]`, `task.get("question")`."""
+    """The keys that its code has of its first argument: `task["question"]`, `task.get("question")`."""
     argument = next(iter(inspect.signature(function).parameters))
     named = re.findall(rf"""\b{argument}(?:\[|\.get\()\s*(["'])(.+?)\1""", inspect.getsource(function))
     return list(dict.fromkeys(key for _, key in named))
@@ -190,8 +187,7 @@ def _keys(function: Callable[..., object]) -> list[str]:
 def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
     """Write the files beside the agent's, but for tasks that are there, and check that they make a run.
 
-    ConfigError if another of them is there already (unless `force`), or if the run cannot be configured so; then no
-    file is left that was not there.
+    ConfigError, without a change, if another of them is there already (unless `force`), or if they make none.
     """
     folder = agent.file.parent
     files = {folder / name: text for name, text in _texts(agent, _model(model, folder)).items()}
@@ -244,10 +240,7 @@ def _texts(agent: AgentFile, model: str) -> Mapping[str, str]:
 
 
 def _read_tasks(agent: AgentFile) -> tuple[RowTasks, str]:
-    """The tasks that are there, and the line that names their inputs' keys where they have others than `input`.
-
-    ConfigError if they cannot be read, naming the line.
-    """
+    """The tasks that are there, and the line for input keys other than `input`; ConfigError names a bad line."""
     folder, columns = agent.file.parent, dict[str, str | tuple[str, ...]]()
     with suppress(TypeError, ValueError), (folder / TASKS).open(encoding="utf-8") as lines:
         row = json.loads(next(lines, "{}"))

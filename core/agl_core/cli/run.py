@@ -51,8 +51,8 @@ NameOption = Annotated[
     ),
 ]
 
-_LONGEST = 30 * 86_400.0
-"""Seconds that an attempt may take: a command ends when it ends."""
+_TIMEOUT = 30 * 86_400.0
+"""Seconds: a command ends by itself."""
 
 
 def run(
@@ -113,8 +113,7 @@ async def _record(
 ) -> int:
     """Record the command below `folder`, and return its exit status.
 
-    `described` is stored as the run's configuration; `answering` is the model server, or a configuration whose engine
-    answers.
+    `described` is stored as the run's configuration; `answering` is a model server, or a configuration with an engine.
     """
     run_id = folder.name
     async with AsyncExitStack() as stack:
@@ -127,7 +126,7 @@ async def _record(
             config, plugins, upstream = UntrainedConfig(config_version=1), Plugins.load(), answering
             store = open_store(folder, read_only=False)
         agents = {policy: section.agents for policy, section in config.policies.items()}
-        settings = RunSettings(sampling=None, seed=0, timeout=_LONGEST, attempts=1, agents=agents)
+        settings = RunSettings(sampling=None, seed=0, timeout=_TIMEOUT, attempts=1, agents=agents)
         keys = Keys(passthrough=passthrough_key(config.gateway))
         await stack.enter_async_context(store)
         serving = LightningServer(store, upstream, settings, plugins.hook, gateway=config.gateway, keys=keys)
@@ -142,7 +141,7 @@ async def _record(
             restart=restart,
             group=id,
             task=Task(run_id, {"command": list(command)}, split="capture"),
-            # What the agent asks for is what is sampled: nothing of it was sampled for training.
+            # Sampled as the agent asks, and not for training.
             mode=Mode.EVAL_SAMPLED,
             step=0,
             member=0,
@@ -166,10 +165,7 @@ async def _record(
 async def _launch(
     command: Sequence[str], lease: Lease, base_url: str, plugins: Sequence[Path]
 ) -> tuple[int, bool, Recording]:
-    """Run the command as a shell would; its exit status, whether a signal was passed on to it, and its reports.
-
-    OSError if it cannot be started.
-    """
+    """Run the command as a shell would: its status, whether it got a signal, its reports. OSError without a start."""
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
     inherited = {name: value for name, value in os.environ.items() if name != OTHER_KEY}
     process: asyncio.subprocess.Process | None = None

@@ -96,8 +96,7 @@ def rollouts(run: NewestRun = None, *, query: Query, limit: Limit = 20, as_json:
         print_json(rows)
         return
     screen = Screen()
-    for line in _lines(reports):
-        # A terminal shows what of a line has room: an id is there to be copied, a reward to be compared.
+    for line in _lines(reports):  # Cropped on a terminal: ids are there to be copied, rewards to be compared.
         screen.print(one_line(line, screen.width))
 
 
@@ -253,7 +252,7 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
 
 
 def _print_tokens(screen: Screen, turn: Turn) -> None:
-    """The certificate of each step that trained on the turn: a line for each token of its response."""
+    """A line for each token of the response, in the certificate of each step that trained on it."""
     transition = turn.transition
     for record, certificate in zip(turn.training_records, turn.certificates, strict=True):
         if certificate is None:
@@ -274,7 +273,7 @@ def _json(value: Any, width: int) -> str:
 
 
 def _terminal(terminal: TerminalReward) -> str:
-    """The sum and its parts; also what the agent reported.
+    """The sum, its parts, and the agent's reports.
 
     >>> given = [Reward("r", 0, "right", 1.0, "right"), Reward("r", 0, "brief", 0.5, "brief")]
     >>> _terminal(TerminalReward.of(given, {"brief": 0}))
@@ -288,7 +287,6 @@ def _terminal(terminal: TerminalReward) -> str:
 
 
 def _reward(reward: Reward) -> str:
-    """Its name, value and provenance."""
     of = "" if reward.call is None else f", for call {one_line(reward.call, 80)}"
     return f"{one_line(reward.name, 80)} {number(reward.value)} (by {one_line(reward.source, 40)}{of})"
 

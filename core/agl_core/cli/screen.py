@@ -55,7 +55,7 @@ FILTERS: Mapping[str, tuple[Any, str, str]] = {
     "text": (str, "--text", "Only those with this text in task, call or result."),
     "verdict": (Verdict, "--verdict", "Only those with this verdict (docs/health.md)."),
 }
-"""By the field of `agl_core.reading.rollouts.Query`: type, option and help."""
+"""Type, option and help of each field of `agl_core.reading.rollouts.Query`."""
 
 # A model server
 UpstreamUrl = Annotated[
@@ -90,7 +90,7 @@ def print_json(value: Any) -> None:
 
 
 def filtered(*names: str) -> Callable[[Command], Command]:
-    """Give a command options for these filters; it gets them as its keyword `query`, a `Query`."""
+    """Give a command options for these filters, which come as its keyword `query`."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
@@ -115,7 +115,7 @@ def _filter(name: str) -> inspect.Parameter:
 
 
 def table(*columns: str, numbers: tuple[str, ...] = (), **options: Any) -> Table:
-    """A table with these columns; those of `numbers` are to the right, and never broken."""
+    """A table with these columns, and `numbers`, to the right and never broken."""
     rows = Table(*columns, **options)
     for column in numbers:
         rows.add_column(column, justify="right", no_wrap=True)
@@ -123,9 +123,9 @@ def table(*columns: str, numbers: tuple[str, ...] = (), **options: Any) -> Table
 
 
 class Screen(Console):
-    """A console on which every string is text, also in tables: no markup, and nothing that a terminal would obey.
+    """A console for plain text, also in tables: no markup, and nothing that a terminal would obey.
 
-    The terminal wraps lines. In a pipe or a file nothing is wrapped or cropped, unless COLUMNS says how wide it is.
+    In a pipe or a file nothing is wrapped or cropped, unless COLUMNS says how wide it is.
     """
 
     def __init__(self, *, stderr: bool = False) -> None:
@@ -143,7 +143,7 @@ class Screen(Console):
 
 
 class ConsoleObserver(Observer):
-    """A run's messages, a line each; on a terminal also a bar of the phase under way, with the reward so far."""
+    """A run's messages, a line each, and on a terminal a bar of its phase, with the reward so far."""
 
     def __init__(self, console: Screen, steps: int, address: str | None = None) -> None:
         self._console, self._steps, self._address = console, steps, address
@@ -174,10 +174,7 @@ class ConsoleObserver(Observer):
 
 @asynccontextmanager
 async def show_in_browser(run_dir: Path, server: ServerSection, operator_key: str | None) -> AsyncIterator[str | None]:
-    """Show the run in the browser meanwhile, at this address, if a plugin can.
-
-    It is shown on this machine alone, unless others reach the server, and there is a key.
-    """
+    """Show the run in the browser at this address, if a plugin can; on other machines only with the operator's key."""
     from agl_core.server.keys import is_loopback  # Commands that only read need no packages of the server.
 
     if is_loopback(server.host) or operator_key is None:

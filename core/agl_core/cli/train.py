@@ -115,10 +115,7 @@ def train(
 
 
 def _find_checkpoint(target: str) -> tuple[Path, str | None]:
-    """A run's folder, and the checkpoint that RUN@STEP or RUN/checkpoints/STEP names; None if it names none.
-
-    ConfigError if there is no such run.
-    """
+    """A run's folder, and the checkpoint of RUN@STEP or RUN/checkpoints/STEP, or None. ConfigError without a run."""
     path = Path(target)
     run, at, step = target.rpartition("@")
     if at and not path.is_dir():
@@ -135,8 +132,7 @@ def train_and_report(
     console: Screen,
     go_on: str | None = None,
 ) -> None:
-    """Train while the browser can show the run, and print the result; for `go_on` see `print_summary`."""
-
+    """Train while the browser can show the run, and print the result (see `print_summary`)."""
     operator_key = os.environ.get(OPERATOR_KEY)  # The server takes it out of the environment.
 
     async def work() -> Summary:
@@ -153,10 +149,7 @@ def train_and_report(
 
 
 def print_summary(console: Screen, summary: Summary, go_on: str | None = None) -> None:
-    """Reward before and after, verdict, cost, where everything is, and what to do next.
-
-    `go_on` is the command that goes on with a run that was stopped; None: that of `agl train`.
-    """
+    """Print the result of a run; `go_on` is the command that resumes it, by default `agl train --resume`."""
     state = summary.state
     rewards = table("held-out set", "sampling", numbers=("before", "after"))
     for name in summary.sets:
@@ -270,7 +263,7 @@ def evaluate(
 
 
 def _resolve(target: str) -> tuple[Path | None, Path | None]:
-    """The run's folder and the checkpoint; without a folder it is a configuration, without a checkpoint step 0."""
+    """The run's folder, None for a configuration, and the checkpoint, None for step 0."""
     if Path(target).is_file():
         return None, None
     folder, step = _find_checkpoint(target)
@@ -279,7 +272,7 @@ def _resolve(target: str) -> tuple[Path | None, Path | None]:
 
 
 def _evaluate_apart(target: str, repeat: int, seed: int | None, set_: list[str]) -> dict[str, Any]:
-    """The JSON of `agl eval TARGET`. A process of its own: what agents make at import belongs to one server."""
+    """The JSON of `agl eval TARGET`, in a process of its own, since clients made at import belong to one server."""
     arguments = ["eval", target, "--json", f"--repeat={repeat}", *(f"--set={override}" for override in set_)]
     if seed is not None:
         arguments.append(f"--seed={seed}")

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible model server as `agl run` and `agl doctor` find it: its models, and what its replies carry."""
+"""OpenAI-compatible model servers for `agl run` and `agl doctor`: their models, and whether replies carry ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WITH_IDS = {"return_token_ids": True, "logprobs": True, "max_tokens": 8}
 
 
 def choose_url(url: str | None) -> str:
-    """The base URL to forward to: as named, else what the environment says an OpenAI client uses."""
+    """The base URL to forward to: as named, else that of OpenAI clients by the environment."""
     address = url or os.environ.get("OPENAI_BASE_URL") or os.environ.get("OPENAI_API_BASE")
     if not address and os.environ.get("OPENAI_API_KEY"):
         address = _HOSTED
@@ -41,10 +41,10 @@ def choose_key(variable: str | None) -> str:
 
 
 def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, str]:
-    """The model server, and why its replies have no exact token ids (empty if they have), by a short call of it.
+    """The model server, by a short call, and why its replies have no exact token ids (empty if they have).
 
-    Agents get `model` whatever they ask for; without it the server's only one, or, where it has several, the one
-    that they ask for. EngineError if it does not answer, with what to do.
+    Agents get `model`, or else the server's only one, whatever they ask for; of several, the one that they ask for.
+    EngineError if the server does not answer, with what to do.
     """
     with httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=_TIMEOUT, trust_env=False) as client:
         response = _send(client, "GET", f"{url}/models")
@@ -66,7 +66,7 @@ def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, str]
 
 
 def missing_ids(completion: Mapping[str, Any]) -> str:
-    """The token ids and log-probabilities that a completion lacks, in words; empty if it has them."""
+    """The ids and log-probabilities that a completion lacks, in words."""
     choice = completion["choices"][0]
     fields = {
         "prompt_token_ids": completion.get("prompt_token_ids"),
@@ -100,7 +100,7 @@ def _complete(client: httpx.Client, url: str, model: str, listed: Sequence[str])
 
 
 def _streams(client: httpx.Client, url: str, model: str, *, with_ids: bool) -> bool:
-    """True if the server streams a short chat completion, with all that a whole one has."""
+    """True if the server streams a short chat completion, with ids if asked for."""
     request = {"model": model, **_SAY_OK, "stream": True, "stream_options": {"include_usage": True}}
     response = _send(client, "POST", f"{url}/chat/completions", request | (_WITH_IDS if with_ids else {}))
     streams = response.is_success and response.headers.get("content-type", "").startswith("text/event-stream")

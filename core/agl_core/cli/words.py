@@ -1,4 +1,4 @@
-"""The words of commands and pages: recorded values as text and JSON, without the characters that steer."""
+"""Recorded values as text and JSON for commands and pages, without characters that steer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ if TYPE_CHECKING:  # These types take longer to import than the help of a comman
     from agl_core.types import ToolResult
 
 size = filesize.decimal
-"""Bytes, in the unit that suits them."""
 ROUNDING = 1e-12
-"""Rewards, credits, advantages and weights are not as small; the rounding error of a sum of them is."""
+"""The rounding error of sums; rewards, credits, advantages and weights are larger."""
 
 
 def harmless(text: str) -> str:
-    """`text` with a dot in place of each character that steers: a terminal's commands, the direction of writing.
+    """`text` with a dot for each character that steers: a terminal's commands, the direction of writing.
 
     >>> harmless("red: \\x1b[31m"), harmless("evil\\u202egnp.exe")
     ('red: ·[31m', 'evil·gnp.exe')
@@ -53,7 +52,7 @@ def amount(count: int, noun: str) -> str:
 
 
 def status_text(tool_result: ToolResult) -> str:
-    """Its status, and the rule that decided it where the status alone does not say what was seen.
+    """Its status, and the rule that decided it, unless the status is the rule's name.
 
     >>> from agl_core.types import ToolResult, ToolStatus
     >>> status_text(ToolResult("1", "r", 0, "add", ToolStatus.ERROR, status_rule="langgraph"))
@@ -64,7 +63,7 @@ def status_text(tool_result: ToolResult) -> str:
 
 
 def said_by(tool_result: ToolResult) -> str:
-    """Who reported what a tool did, and with which adapter.
+    """The source of a tool result, and its adapter.
 
     >>> from agl_core.types import Source, ToolResult, ToolStatus
     >>> said_by(ToolResult("1", "r", 0, "add", ToolStatus.OK, source=Source.COMMAND, adapter="langchain"))
@@ -97,7 +96,7 @@ def score(value: float | None) -> str:
 
 
 def codex_hint(command: str | Sequence[str] | None) -> str:
-    """How a command that names Codex reaches agl, for one whose calls did not arrive; empty for other commands.
+    """Help for a command of Codex whose calls did not reach agl; empty for other commands.
 
     >>> codex_hint("sh -c 'exec codex exec hello'")[:34], codex_hint("codexes")
     ('Codex does not read OPENAI_BASE_UR', '')

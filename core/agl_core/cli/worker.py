@@ -55,7 +55,7 @@ Drain = Annotated[float, typer.Option(min=0, help="Seconds that rollouts get to 
 
 _LOOK_AGAIN = 0.5
 _SHOW_EVERY = 10.0
-"""Seconds between the lines that say how far it is."""
+"""Seconds between lines about the attempts."""
 
 
 def work(
@@ -93,7 +93,7 @@ def work(
 def _configured(
     target: Path | None, url: str | None, entry: str | None, command: str | None, overrides: list[str]
 ) -> tuple[RunConfig, Path | None]:
-    """Which agent is run, and how, with `folder` absolute; and the run's folder, if that is the target."""
+    """The configuration with the agent and an absolute `folder`; and the run's folder, if that is the target."""
     own = None
     if entry is not None or command is not None:
         report = Problems(Path("The agent of --entry or --command"))
@@ -124,7 +124,7 @@ async def _work(
     drain: float,
     console: Screen,
 ) -> bool:
-    """Work for the server that `find` names; True if it is elsewhere by now."""
+    """Work for the server of `find`; True if it has moved."""
     plugins, server = Plugins.load(config.plugin_files), find()
     if server is None:
         console.print("waiting for `agl train` to start the run")
@@ -160,7 +160,6 @@ async def _work(
 
 
 async def _show(worker: Worker, console: Screen) -> None:
-    """A line now and then, if there is news."""
     shown = ""
     while True:
         await asyncio.sleep(_SHOW_EVERY)

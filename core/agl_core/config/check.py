@@ -33,10 +33,7 @@ _OF_THE_ENGINE = {
 
 
 def check(loaded: LoadedConfig) -> None:
-    """CapabilityError with everything that does not go together, and what to do about each.
-
-    Of a configuration that was not read as a whole, what was read is checked.
-    """
+    """CapabilityError with everything among the parts read that does not go together, and what to do about each."""
     policies_of: dict[str, list[str]] = {}
     for policy, plan in loaded.policies.items():
         for check_one in (_groups, _temperature, _time_axis, _tool_results, _engine, _demonstrations):
@@ -64,7 +61,7 @@ def corrects_staleness(plan: PolicyPlan) -> bool:
 
 
 def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
-    """Whose problem it is, where there are several policies."""
+    """The policies' names for a message, if the run has several."""
     if len(loaded.policies) == 1:
         return ""
     named = " and ".join(f"'{policy}'" for policy in policies)
@@ -72,14 +69,13 @@ def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
 
 
 def _parts(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[Chosen]:
-    """Everything that takes part in training one policy."""
     yield from (plan.algorithm, plan.credit, loaded.store, *loaded.rewards.values())
     if loaded.is_whole:
         yield from (loaded.engine, loaded.buffer, *loaded.tasks.values(), *loaded.trackers.values())
 
 
 def needing(loaded: LoadedConfig, plan: PolicyPlan, need: Capability) -> Iterator[Chosen]:
-    """The parts that train one policy and need this."""
+    """The parts that need this, of those that train one policy."""
     return (chosen for chosen in _parts(loaded, plan) if need in chosen.needs)
 
 
@@ -151,10 +147,7 @@ def _temperature(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
 
 
 def _time_axis(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
-    """Either the credit rule or the algorithm adds up what came after a step: exactly one of them.
-
-    A rule whose values can be read as either (`immediate`) leaves it to the algorithm.
-    """
+    """Exactly one of the credit rule and the algorithm adds up what came after a step."""
     algorithm, credit, taken = plan.algorithm, plan.credit, plan.algorithm.takes
     if taken is not None and taken not in credit.component.yields:
         others = _others(loaded, kinds.CREDIT, f"yields {taken}s", lambda rule: taken in rule.yields)
@@ -183,7 +176,7 @@ def _engine(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
 
 
 def _demonstrations(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
-    """Replies to imitate are recorded: of its own ones, a policy would learn nothing. Held-out ones are scored."""
+    """Replies to imitate are recorded, for a policy learns nothing from its own. Held-out ones are scored."""
     recorded = {name: Capability.DEMONSTRATIONS in source.component.provides for name, source in loaded.tasks.items()}
     held_out = [name for name, is_recorded in recorded.items() if is_recorded and name != "train"]
     if held_out and loaded.is_whole and Capability.RECORDED_TEXTS not in loaded.engine.component.provides:

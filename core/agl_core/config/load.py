@@ -42,13 +42,12 @@ def load(
 ) -> LoadedConfig:
     """Read a run's configuration.
 
-    `overrides` are `KEY=VALUE` texts with dotted keys; `seed` replaces the file's. ConfigError lists everything
-    that is wrong, each with its place and the nearest valid names; PluginError if a plugin cannot be imported;
-    CapabilityError if the parts do not go together.
+    `overrides` are `KEY=VALUE` texts with dotted keys; `seed` replaces the file's. ConfigError lists everything that is
+    wrong, each with its place and the nearest valid names; PluginError if a plugin cannot be imported; CapabilityError
+    if the parts do not go together.
 
-    With fewer kinds in `needs`, what other kinds lack is no error (nor that weights, or the agent's folder, are gone):
-    that component is missing. Plugin files that are there are imported, unless `plugins` are given: for configurations
-    that the user trusts.
+    With fewer kinds in `needs`, components of other kinds, weights and the agent's folder may be missing. Plugin files
+    are imported, so the user has to trust the configuration, unless `plugins` are given.
 
         loaded = load(Path("train.toml"), ["train.steps=20"], seed=1)
         tasks = loaded.tasks["train"].build(loaded.config.folder, loaded.config.seed)
@@ -82,17 +81,13 @@ def load(
 
 
 def read_config(path: Path, overrides: Sequence[str] = (), *, runs_agent: bool = False) -> RunConfig:
-    """Read a run's configuration, with `folder` absolute; none of the plugins that it names is looked for or imported.
-
-    It is all that those need who run its agent, whose folder has to be there.
-    """
+    """Read a run's configuration without its plugins, with `folder` absolute; if it `runs_agent`, that has to exist."""
     return _validated(path, overrides, runs_agent=runs_agent)[0]
 
 
 def _validated(
     path: Path, overrides: Sequence[str], seed: int | None = None, *, runs_agent: bool
 ) -> tuple[RunConfig, Problems]:
-    """The configuration with `folder` absolute, which has to be there if the agent runs, and its report of problems."""
     data = _read(path)
     report = Problems(path, apply_overrides(data, overrides))
     if seed is not None:
@@ -118,9 +113,9 @@ def _validated(
 
 
 def store_config(config: RunConfig, run_dir: Path) -> None:
-    """Write a resolved configuration to a run's folder, whole; it loads back to the same one. Secrets are not in it.
+    """Write a resolved configuration, without secrets, to a run's folder; it loads back to the same one.
 
-    Paths stay as they are written, and `folder` is relative to the run's: they are found wherever both are moved.
+    Paths stay as they are written, and `folder` is relative to the run's, so that both may be moved.
     """
     folder = Path(os.path.relpath(config.folder, run_dir.resolve()))
     private.replace(run_dir / CONFIG_FILE, tomli_w.dumps(config.model_copy(update={"folder": folder}).as_file()))
@@ -140,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> set[Key]:
     """Change `data` in place by `KEY=VALUE` texts; returns the keys that were set.
 
-    A key is dotted. A value is a TOML value, or else a plain string. A name in a key needs quotes only if it has a dot.
+    Keys are dotted; a name in one needs quotes only if it has a dot. A value that is no TOML is a plain string.
 
     >>> data = {"train": {"steps": 100}}
     >>> sorted(apply_overrides(data, ["train.steps=5", "model.path=Qwen/Qwen2.5-0.5B"]))

@@ -25,10 +25,10 @@ from agl_core.types import CreditKind
 Model = TypeVar("Model", bound=BaseModel)
 
 Place: TypeAlias = tuple[str | int, ...]
-"""Where a value stands: keys of tables, and indices of lists."""
+"""Keys of tables, and indices of lists."""
 
 _TENSORBOARD = "tensorboard"
-"""The tracker that a run has without asking."""
+"""The tracker that a run has by default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Chosen:
     """Checked, with absolute paths."""
 
     def build(self, *context: Any) -> Any:
-        """Make it; `context` is what its kind's hook says beyond the options. PluginError if that fails."""
+        """Make it of its options and its kind's `context`; PluginError if that fails."""
         try:
             return self.component.build(self.options, *context)
         except (AglError, ModuleNotFoundError):  # The command line says what to install.
@@ -57,18 +57,16 @@ class Chosen:
 
     @property
     def needs(self) -> frozenset[Capability]:
-        """Its needs of the rest of the run, with these settings."""
         return self.component.needs(self.options)
 
     @property
     def takes(self) -> CreditKind | None:
-        """Which credited values an algorithm takes, with these settings; None: it looks at none."""
         return self.component.takes(self.options)
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyPlan:
-    """How one policy learns: by its own choices, or the run's."""
+    """How one policy learns."""
 
     algorithm: Chosen
     credit: Chosen
@@ -84,21 +82,18 @@ class PolicyPlan:
 class LoadedConfig:
     """A configuration, read and resolved, with the components that it chose.
 
-    One that was loaded for a part of a run alone may lack the others: their tables are empty, and asking for the
-    `engine`, `store` or `buffer` is a ConfigError.
+    Parts that were not needed may be missing: tables are empty, and `engine`, `store` and `buffer` raise ConfigError.
     """
 
     config: RunConfig
-    """As resolved: settings of plugins with their defaults, secrets left out, paths as they are written; `folder`,
-    where these start, is absolute."""
+    """With defaults of plugins' settings, without secrets, and with paths as written; `folder` is absolute."""
     plugins: Plugins
     is_whole: bool
     """True if everything that it names was needed."""
     single: Mapping[str, Chosen | None]
-    """The parts of which a run has one of a kind, by the name of their table."""
+    """By kind, where a run has one component of it."""
     policies: Mapping[str, PolicyPlan]
     tasks: Mapping[str, Chosen]
-    """By the name of the set."""
     rewards: Mapping[str, Chosen]
     """By the name of the table, which need not be the rule's."""
     trackers: Mapping[str, Chosen]
@@ -125,17 +120,17 @@ class LoadedConfig:
 
     @property
     def imitates(self) -> bool:
-        """True if all policies imitate recorded replies, of which rewards and log-probabilities mean nothing."""
+        """True if all policies imitate recorded replies, without rewards or log-probabilities."""
         return all(Capability.DEMONSTRATIONS in plan.algorithm.needs for plan in self.policies.values())
 
     @property
     def trains_on_texts(self) -> bool:
-        """True if no policy's algorithm asks with which log-probabilities a recorded reply was sampled."""
+        """True if no policy's algorithm asks for the log-probabilities of recorded replies."""
         return all(Capability.RECORDED_TEXTS in plan.algorithm.component.provides for plan in self.policies.values())
 
     @property
     def is_rewarded(self) -> bool:
-        """True if the algorithm of a policy looks at credited values; otherwise rewards mean nothing to training."""
+        """True if a policy's algorithm takes credited values; otherwise rewards mean nothing to training."""
         return any(plan.algorithm.takes is not None for plan in self.policies.values())
 
     def weights(self, policy: str) -> str:
@@ -154,9 +149,9 @@ class LoadedConfig:
 
 
 def resolve(config: RunConfig, plugins: Plugins, report: Problems, needs: Collection[Kind]) -> LoadedConfig:
-    """The configuration with every setting filled in, and what it chose.
+    """The configuration with every setting filled in, and its components.
 
-    What is wrong goes to the report, if it is of a kind that is needed; that component is missing.
+    A broken component is missing, and goes to the report if its kind is needed.
     """
     find = _Resolver(plugins, config.folder, report, needs)
     single: dict[str, Chosen | None] = {kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)}
@@ -184,15 +179,14 @@ def resolve(config: RunConfig, plugins: Plugins, report: Problems, needs: Collec
 
 
 class _Resolver:
-    """Finds and validates what each section chooses; what is wrong goes to the report, and is not among the chosen."""
+    """Finds and validates the component that each section chooses."""
 
     def __init__(self, plugins: Plugins, folder: Path, report: Problems, needs: Collection[Kind]) -> None:
         self._plugins, self._folder, self._needed, self._needs = plugins, folder, report, needs
         self.defaults: Mapping[str, Any] = {}
-        """The engine's own of algorithms' settings, where an algorithm has them."""
+        """The engine's own, for settings of algorithms."""
         self.settings: dict[Place, Mapping[str, Any] | None] = {}
-        """The tables of plugins by their places, as the resolved file has them: with defaults, and without secrets.
-        None: there is to be none, since the plugin is not installed."""
+        """Tables of plugins for the resolved file, by place; None: the plugin is not installed."""
 
     def _report(self, kind: Kind) -> Problems:
         """Where problems with components of a kind go: nowhere, if none is needed."""
@@ -214,7 +208,7 @@ class _Resolver:
     def policies(
         self, sections: Mapping[str, PolicySection], algorithm: Chosen | None, credit: Chosen | None
     ) -> dict[str, PolicyPlan]:
-        """How policies learn; `algorithm` and `credit` are the run's, for those that have none of their own."""
+        """The plan of each policy; `algorithm` and `credit` are the run's."""
         plans = {}
         for name, section in sections.items():
             learns_by, credited_by = (
@@ -226,7 +220,7 @@ class _Resolver:
         return plans
 
     def tables(self, kind: Kind, named_by: str, place: Place, tables: Mapping[str, OpenSection]) -> dict[str, Chosen]:
-        """The plugins of tables of which each names its own by the key `named_by`, or else by the table's name."""
+        """The plugins of tables, each named by its key `named_by`, or else by the table's name."""
         plugins = {}
         for name, table in tables.items():
             own, here = table.model_dump(mode="json", include=set(type(table).model_fields)), (*place, name)
@@ -236,7 +230,7 @@ class _Resolver:
         return plugins
 
     def sections(self, tables: Mapping[str, Any]) -> dict[str, Chosen]:
-        """The tables of plugins; one that no installed plugin brings is left out if sections need not be there."""
+        """The tables of installed plugins."""
         known, sections = self._plugins.components(kinds.SECTION), {}
         for name, settings in tables.items():
             self.settings[(name,)] = None
@@ -250,7 +244,7 @@ class _Resolver:
         return sections
 
     def trackers(self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]) -> dict[str, Chosen]:
-        """The trackers: those of the sections, and TensorBoard where it is installed; without those that are False."""
+        """The trackers of the sections, but for those that are False, and TensorBoard if it is installed."""
         trackers = {}
         installed = self._plugins.components(kinds.TRACKER)
         by_default: Mapping[str, Any] = {_TENSORBOARD: {}} if _TENSORBOARD in installed else {}
@@ -268,7 +262,7 @@ class _Resolver:
         named_at: Place | None = None,
         own: Mapping[str, Any] = MappingProxyType({}),
     ) -> Chosen | None:
-        """The plugin of this name, whose settings are at a place; `own` are the keys there that are not its own."""
+        """The plugin of this name; at the place of its settings, the keys `own` are the table's."""
         self.settings[place] = own or None
         component = self._plugins.components(kind).get(name)
         if component is None:
@@ -299,7 +293,7 @@ def below(folder: Path, path: Path) -> Path:
 
 
 def with_absolute_paths(value: Any, folder: Path) -> Any:
-    """A setting, or a model of settings, in which every path is absolute; relative ones start at `folder`."""
+    """A setting, or a model of settings, with absolute paths; relative ones start at `folder`."""
     match value:
         case Path():
             return below(folder, value)
@@ -318,7 +312,7 @@ def with_absolute_paths(value: Any, folder: Path) -> Any:
 
 
 def settings_of(options: Any) -> Any:
-    """Settings as the file would have them; without secrets, and without what TOML cannot say (None)."""
+    """Settings as a file has them, without secrets and None, which TOML cannot say."""
     if isinstance(options, BaseModel):
         options = options.model_dump(by_alias=True, exclude_none=True)
     if isinstance(options, dict):
@@ -330,7 +324,7 @@ def settings_of(options: Any) -> Any:
 
 
 def written(place: Place) -> str:
-    """A place as it looks in the file.
+    """A place as messages show it.
 
     >>> written(("train", "steps")), written(("eval", "modes", 0)), written(("name",))
     ('[train] steps', '[eval] modes[0]', 'name')
@@ -352,7 +346,7 @@ class Problems:
         self._path, self._overridden = path, overridden
         self._lines: list[str] = []
         self.hint = ""
-        """Another possible explanation of the problems."""
+        """Another possible explanation."""
 
     def add(self, place: Place, text: str) -> None:
         is_override = any(place[: len(key)] == key for key in self._overridden)
@@ -362,10 +356,9 @@ class Problems:
     def validated(
         self, model: type[Model], data: Mapping[str, Any], above: Place = (), owner: str | None = None
     ) -> Model | None:
-        """`data` as `model`, or None and the problems noted.
+        """`data` as `model`; None if it has problems, which are added, such as keys that the model would ignore.
 
-        The rules are JSON's: a list can be a tuple and a text a path, but no text becomes a number. No key is
-        ignored, even if a plugin's model would ignore it.
+        The rules are JSON's: a list can be a tuple and a text a path, but no text becomes a number.
         """
         forbid = model.model_config.get("extra") in (None, "ignore")
         text = json.dumps(data, default=str)

@@ -18,8 +18,7 @@ FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class ModelPlace(str):
-    """The type of a plugin's setting that says where a model is: a folder, relative to the configuration, or else
-    what the plugin makes of it, such as a hub name or an address."""
+    """The type of a plugin's setting for a model: a folder, or else a name or an address for the plugin."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -27,9 +26,7 @@ class ModelPlace(str):
 
 
 def is_among(agent: str | None, patterns: Sequence[str]) -> bool:
-    """True if an agent has one of these names; `*`, `?` and `[…]` in them are wildcards, upper case counts.
-
-    A call whose agent is unknown has the empty name, so that `*` is everybody.
+    """True if an agent has one of these names; `*`, `?` and `[…]` are wildcards, upper case counts, None is unnamed.
 
     >>> is_among("editor-2", ["writer", "editor*"]), is_among("critic", ["writer"]), is_among(None, ["*"])
     (True, False, True)
@@ -146,9 +143,7 @@ class OptimizerSection(Section):
 
 
 def rate_share(schedule: str, warmup_steps: int, *, steps: int, training_step: int, training_steps: int) -> float:
-    """The share of the step size that the next optimizer step has, after `steps` others, in a training step (1, 2, …).
-
-    It grows linearly over the warm-up, and follows the schedule, whether or not every training step had an update.
+    """The share of the step size after `steps` optimizer steps, in a training step (1, 2, …): warm-up times schedule.
 
     >>> [rate_share("constant", 4, steps=n, training_step=1, training_steps=10) for n in (0, 3, 9)]
     [0.25, 1.0, 1.0]
@@ -163,12 +158,8 @@ def rate_share(schedule: str, warmup_steps: int, *, steps: int, training_step: i
 def policy_of(
     agent: str | None, model: str, agents: Mapping[str, Sequence[str]], policies: Collection[str]
 ) -> str | None:
-    """Which of the policies answers a call: the agent's own (by `agents`), else the one that is named like the model,
-    else 'default', else the only one; None if it is none of these.
-
-    Of the policies that an agent's name fits, the first wins. So an agent that adapters recognise need not know what
-    policies there are.
-    """
+    """The policy that answers a call: the agent's first (by `agents`), else the one that is named like the model, else
+    'default', else the only one; None if it is none of these."""
     for policy, patterns in agents.items():
         if is_among(agent, patterns):
             return policy
@@ -196,8 +187,7 @@ class PolicySection(Section):
 
 SMALLEST, LARGEST = 1e-6, 1e-3
 _RATE, _WEIGHTS, _EXPONENT = 2e-5, 135e6, 0.6
-"""A step size that suits a model of so many weights, and how it falls with the size: tiny models of 0.85 million
-weights bear 4e-4, those of billions about 1e-6."""
+"""A step size for a model of so many weights, and the exponent by which it falls with the size."""
 _ADAPTER = 10
 """Times the rate of all weights for a LoRA adapter: it starts without effect, and has few weights to make one."""
 

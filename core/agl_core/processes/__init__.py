@@ -40,7 +40,7 @@ def request(
 ) -> dict[str, Any]:
     """A request for a process that calls `function`; all functions are those of modules, imported before the fork.
 
-    `prepare` is such a function and its JSON arguments. It is called before the fork: what it caches is there after it.
+    `prepare`, such a function and its JSON arguments, is called before the fork too, to fill caches.
     """
     return {
         "path": [folder for folder in sys.path if folder],
@@ -81,10 +81,7 @@ class Process:
 
 
 class ForkServer:
-    """Starts processes through a fork server, of which it keeps one. Nothing of them is ever abandoned.
-
-    It may be used from several event loops.
-    """
+    """Keeps a fork server and starts processes through it, for several event loops; none is ever abandoned."""
 
     def __init__(
         self,
@@ -96,10 +93,10 @@ class ForkServer:
         adopt: bool = True,
         **options: Any,
     ) -> None:
-        """`first` is the request that the server gets ready for, and options are those of Popen.
+        """The server gets ready for the request `first`; `options` are those of Popen.
 
-        A process may have `memory` bytes, and gets `grace` seconds between SIGTERM and SIGKILL. Unless it is to `adopt`
-        the orphans of what it starts, they live as long as the server, or until another process exits.
+        A process may have `memory` bytes, and gets `grace` seconds between SIGTERM and SIGKILL. Orphans that it does
+        not `adopt` live as long as the server, or until another process exits.
         """
         self._environment, self._first, self._options = dict(environment), dict(first), options
         self._processes = {"memory": memory, "grace": grace, "adopt": adopt}
@@ -128,9 +125,9 @@ class ForkServer:
     async def started(
         self, *files: int, asked: Mapping[str, Any] | None = None, max_message: int = _MAX_MESSAGE
     ) -> AsyncIterator[Process]:
-        """A new process, which gets copies of these file descriptors; at the end it and all it started are ended.
+        """A new process with copies of these file descriptors; at the end it and all it started are ended.
 
-        It is `asked` for by a request, by default the first one, for which the server is ready.
+        `asked` is its request, by default the first one, for which the server is ready.
         """
         await self.start()
         leash, its_leash = socket.socketpair()

@@ -2,20 +2,18 @@
 
     parent ──socket──▶ fork server (single-threaded, has imported the functions) ──fork──▶ one process per job
 
-It is a program of its own: its parent has threads, and a forked process with threads may hang. Messages are lines of
-JSON. The parent gets `{"threads": number}` once the server is ready, or `{"failed": reason}`. Then a byte that it sends
-alone is a ping, which is answered. One with file descriptors, a leash and those that the process gets, asks for a
-process; the leash has a line that says which functions are imported before the fork. The process is ended when the
-parent shuts its side of the leash down. Over the leash comes `{"exited": status}` with the status from waitpid once
-nothing of the process is left, or `{"failed": reason}` if there could be none. When the parent is gone, everything that
-was started for it is ended.
+It is a program of its own, since a fork of its parent, which has threads, may hang. Messages are lines of JSON. The
+parent gets `{"threads": number}` once the server is ready, or `{"failed": reason}`. A byte that it sends alone is a
+ping, which is answered; one with file descriptors, a leash and those that the process gets, asks for a process. The
+leash has a line that says which functions are imported before the fork, and ends the process when the parent shuts its
+side down. Over it comes `{"exited": status}`, as from waitpid, once nothing of the process is left, or
+`{"failed": reason}` if there could be none. When the parent is gone, everything that was started for it is ended.
 
 On Linux nothing escapes: each process adopts its orphaned descendants, also those in sessions of their own, and the
 server adopts what such a process leaves behind. Elsewhere the process group is ended.
 
-A forked process gets its job as one line over its channel, the first of its file descriptors, and calls the first of
-the functions with the job, the channel and the other descriptors. The server never sees a job, so nothing that one
-process gets, or changes, is there for the next.
+A process gets its job as one line over its channel, the first of its file descriptors, and calls the first function
+with the job, the channel and the other descriptors. The server never sees a job: each process begins as the first did.
 """
 
 from __future__ import annotations

@@ -47,10 +47,7 @@ class Say:
 
 @dataclass(frozen=True)
 class CallTools:
-    """Answer with these tool calls: (name, arguments), or (name, arguments, id); else the id is drawn by the seed.
-
-    Arguments that are text stand as they are, valid JSON or not.
-    """
+    """Answer with these tool calls; an id is by default drawn by the seed. Arguments that are text stay as they are."""
 
     calls: Sequence[tuple[str, Any] | tuple[str, Any, str]]
     text: str | None = None
@@ -81,10 +78,7 @@ class Drop:
 
 @dataclass
 class Hold:
-    """Answer with `then` once `release` is set, or its stream goes on only then, `after` some chunks.
-
-    `arrived` says that the request is waiting.
-    """
+    """Answer with `then`, or go on with its stream `after` some chunks, once `release` is set; `arrived`: it waits."""
 
     then: Say | CallTools | Raw = field(default_factory=lambda: Say("held"))
     arrived: asyncio.Event = field(default_factory=asyncio.Event)

@@ -45,7 +45,6 @@ class Stack:
 
     server: LightningServer
     store: Any
-    """A store in SQLite unless the test brought its own."""
     upstream: ScriptedUpstream
     _ids: Iterator[int] = field(default_factory=itertools.count)
     _clients: list[openai.AsyncOpenAI] = field(default_factory=list)
@@ -59,7 +58,7 @@ class Stack:
         return AttemptKey(lease.rollout, lease.attempt)
 
     async def attempt(self, *, base_url: str | None = None, **fields: Any) -> LeasedAttempt:
-        """The attempt of a new rollout, which has these fields, to run an agent in; `base_url` is another way to it."""
+        """An attempt of a new rollout with these fields; `base_url` is another way to the server."""
         key = await self.lease(**fields)
         active = AttemptContext(*key, base_url or self.server.base_url, self.key(key), Recording())
         return LeasedAttempt(self, key, active)
@@ -72,7 +71,7 @@ class Stack:
         return self.server.keys.of_attempt(attempt)
 
     def client(self, key: AttemptKey | None = None, **options: Any) -> openai.AsyncOpenAI:
-        """A client that is closed with the stack; without an attempt it has no key, as one made before any attempt."""
+        """A client that is closed with the stack; without an attempt it has no key."""
         api_key = PLACEHOLDER_KEY if key is None else self.key(key)
         client = openai.AsyncOpenAI(**{"base_url": self.url(key), "api_key": api_key, "max_retries": 0, **options})
         self._clients.append(client)
@@ -82,7 +81,7 @@ class Stack:
         return list(await self.store.calls([key]))
 
     async def episode(self, key: AttemptKey) -> Episode:
-        """The episode of an attempt, from what is in the store."""
+        """The episode of an attempt, from the store."""
         (attempt,) = [attempt for attempt in await self.store.attempts(key.rollout) if attempt.key == key]
         rollout, calls = await self.store.rollout(key.rollout), await self.store.calls([key])
         return build_episode(rollout, attempt, calls, await self.store.tool_results([key]))

@@ -1,7 +1,7 @@
 """A model server without a model: deterministic, scripted, failing on demand.
 
-It speaks OpenAI's chat completions in vLLM's shape (streamed too), and completions. By default it repeats what it is
-told. `script` queues steps that answer the next requests instead; `answer` is a function that answers all others.
+It speaks OpenAI's completions, and chat completions in vLLM's shape, also streamed. `script` queues answers to the next
+requests; the function `answer`, by default an echo, answers all others.
 
     async with ScriptedUpstream() as upstream:  # `with` for tests that block: it serves from a thread
         upstream.script(Fail(500), Say("hello"))
@@ -43,21 +43,20 @@ class ScriptedUpstream:
     def __init__(self) -> None:
         self.received: list[Received] = []
         self.answer: Answer = echo
-        """Answers requests for which no step is queued. It may block, which holds up its own request alone."""
+        """It may block, which holds up its own request alone."""
         self.returns_ids = True
         self.streams = True
         self.cut = 0
         """Streams whose client left before their end."""
         self.models = ["served"]
         self.more: Mapping[str, Any] = {}
-        """More fields of each reply, or other values of those that it has."""
+        """Further or changed fields of each reply."""
         self.headers: dict[str, str] = {}
         self.root = ""
         self._script: deque[Step] = deque()
         self._serves = contextlib.AsyncExitStack()
         self._blocking = ThreadPoolExecutor(64)
         self._thread = contextlib.ExitStack()
-        """Of `with`: a thread in which this serves."""
 
     @property
     def url(self) -> str:

@@ -1,7 +1,4 @@
-"""The user's agent, a callable `module:function`: its environment, running it as a task, and the report of its end.
-
-A report has a size that the server takes: what is too much is cut, with a note.
-"""
+"""The user's agent, a callable `module:function`: its environment, an attempt as a task, and the report of its end."""
 
 from __future__ import annotations
 
@@ -42,12 +39,11 @@ OTHER_KEY = "ANTHROPIC_AUTH_TOKEN"
 """A second key beside ANTHROPIC_API_KEY, which some clients refuse; it would be the user's own."""
 PLACEHOLDER_KEY = "agl"
 """The key of a client that is made outside any attempt; each of its requests gets the key of its attempt."""
-LARGEST, LEAST = 1 << 20, 64
-"""Characters that the values of tool results are cut to if there is too much of them: at first, and at least."""
+_MAX_VALUE, _MIN_VALUE = 1 << 20, 64
+"""Characters of a tool result's value in a report that has to be cut: at first, and at least."""
 _MAX_ERROR = 64 << 10
-"""Characters of an attempt's error."""
 _MAX_NAME = 1024
-"""Characters of an id or a name, in a report of which something has to be cut."""
+"""Characters of an id or a name in such a report."""
 _NAMES = ("id", "tool", "tool_call_id", "agent", "span", "parent_span", "adapter", "status_rule")
 _VALUES = ("arguments", "result", "error")
 
@@ -109,10 +105,7 @@ def load_module(name: str, folder: Path | None, where: str) -> ModuleType:
 
 
 def load_agent(entry: str, folder: Path | None = None) -> Agent:
-    """Import `module:function`; modules beside the configuration file (`folder`) are found too.
-
-    AgentError if that fails, or if what is found cannot be called with a task's input.
-    """
+    """Import `module:function`, also from `folder`; AgentError if it is not there, or takes no task's input."""
     module_name, _, function_name = entry.partition(":")
     function: Any = load_module(module_name, folder, f"agent.entry = '{entry}'")
     for part in function_name.split("."):
@@ -154,9 +147,7 @@ def active_attempt(assignment: Assignment, base_url: str, recording: Recording) 
 
 
 def client_variables(base_url: str, key: str = PLACEHOLDER_KEY) -> dict[str, str]:
-    """The variables that send an unmodified agent's LLM client to `base_url`, the server's or an attempt's own.
-
-    A proxy that the environment names is not used for the server.
+    """The variables that send an unmodified agent's LLM client to `base_url`, without a proxy.
 
     >>> client_variables("http://127.0.0.1:8000")["OPENAI_BASE_URL"]
     'http://127.0.0.1:8000/v1'
@@ -172,7 +163,7 @@ def client_variables(base_url: str, key: str = PLACEHOLDER_KEY) -> dict[str, str
 
 
 def _without_proxy(host: str) -> str:
-    """The hosts that no proxy is used for: those that the environment names, and this one."""
+    """The hosts that no proxy is used for: this one, and those in the environment."""
     named = ",".join(os.environ.get(name, "") for name in _NO_PROXY).split(",")
     hosts = dict.fromkeys(name.strip() for name in (*named, host) if name.strip())
     return "*" if "*" in hosts else ",".join(hosts)
@@ -206,10 +197,10 @@ def agent_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class TaskPerAttempt:
-    """Runs attempts of an async agent in this process. Cheap, and nothing can be ended by force.
+    """Runs attempts of an async agent as tasks in this process: cheap, and nothing can be ended by force.
 
-    A task that swallows its cancellation is abandoned when its time is up, with a warning, and its later requests are
-    refused. An agent that blocks keeps all others waiting, which is said once.
+    A task that swallows its cancellation is abandoned, with a warning, and its later requests are refused. An agent
+    that blocks keeps all others waiting, which is said once.
     """
 
     default_concurrency = 128
@@ -286,10 +277,7 @@ class Ended:
 
 
 def finished(result: Any) -> Ended:
-    """The end of an agent that returned `result`: a crash if that is not JSON, or more than a report can carry.
-
-    Half of a surrogate pair is U+FFFD, as in all text of agents.
-    """
+    """The end of an agent that returned `result`: a crash if that is not JSON, or more than a report can carry."""
     try:
         encoded = without_halves(dump_json(result)).encode()
         returned = orjson.loads(encoded)
@@ -323,11 +311,9 @@ def crashed(error: BaseException) -> Ended:
 
 
 def closing(ended: Ended, recording: Recording) -> CloseRequest:
-    """The report of an attempt's end.
+    """The report of an attempt's end, which is a crash if the result is too large or too deep.
 
-    A result that is too large or too deep makes it a crash. Beside the result, the largest arguments and results of
-    tools are cut until the server takes the report; if that is not enough, the last tool results and rewards are left
-    out.
+    Long values of tool results are cut until the server takes the report; then the last reports are left out.
     """
     if ended.result is not None and (checked := finished(ended.result)).ending is not Ending.FINISHED:
         ended = checked
@@ -340,13 +326,19 @@ def closing(ended: Ended, recording: Recording) -> CloseRequest:
         rewards=rewards[:MAX_REPORTS],
         bypassed=recording.bypassed_calls,
     )
-    limit = LARGEST
+    limit = _MAX_VALUE
     while (request.tool_results or request.rewards) and not _can_be_taken(request):
         recording.problem(
             f"What an attempt reported of its tools and rewards was more than a report can carry "
             f"({MAX_BODY >> 20} MiB): the largest values were cut."
         )
-        request = _smaller(request, limit)
+        if limit >= _MIN_VALUE:
+            results = [_shortened(tool_result, limit) for tool_result in request.tool_results]
+            named = [reward.model_copy(update={"name": jsonable(reward.name, _MAX_NAME)}) for reward in request.rewards]
+        else:
+            results = request.tool_results[: len(request.tool_results) // 2]
+            named = request.rewards[: len(request.rewards) // 2]
+        request = request.model_copy(update={"tool_results": results, "rewards": named})
         limit //= 4
     if len(request.tool_results) < len(tool_results) or len(request.rewards) < len(rewards):
         recording.problem(
@@ -365,21 +357,9 @@ def _can_be_taken(request: CloseRequest) -> bool:
     return len(body) <= MAX_BODY and count_values(body, MAX_VALUES) <= MAX_VALUES
 
 
-def _smaller(request: CloseRequest, limit: int) -> CloseRequest:
-    """The report with no value above `limit`; where values would say nothing any more, with half of its reports."""
-    tool_results, rewards = request.tool_results, request.rewards
-    if limit < LEAST:
-        tool_results, rewards = tool_results[: len(tool_results) // 2], rewards[: len(rewards) // 2]
-    else:
-        tool_results = [_shortened(tool_result, limit) for tool_result in tool_results]
-        rewards = [reward.model_copy(update={"name": jsonable(reward.name, _MAX_NAME)}) for reward in rewards]
-    return request.model_copy(update={"tool_results": tool_results, "rewards": rewards})
-
-
 def _shortened(tool_result: ToolResult, limit: int) -> ToolResult:
-    """The same with no name above `_MAX_NAME` and no value above `limit` characters."""
-    names = {name: getattr(tool_result, name) for name in _NAMES}
-    names = {name: jsonable(text, _MAX_NAME) for name, text in names.items() if text is not None}
+    """The same with no name above `_MAX_NAME` and no value above `limit` characters; a value too deep is a text."""
+    names = {name: jsonable(getattr(tool_result, name), _MAX_NAME) for name in _NAMES}
     values = {name: jsonable(getattr(tool_result, name), limit) for name in _VALUES}
     deep = {name: value for name, value in values.items() if depth_of(value) > MAX_DEPTH}
     as_text = {name: jsonable(orjson.dumps(value).decode(), limit) for name, value in deep.items()}

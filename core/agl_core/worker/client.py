@@ -1,11 +1,7 @@
 """The client of a Lightning Server, and where a run's server is.
 
-`ask` sends any `Operation`. A worker's key allows `LEASE` and `HEARTBEAT`, that and an operator's key `HEALTH`; `CLOSE`
-sends the secret of the lease.
-
-Every method raises UnreachableError if the server did not answer or failed: the same request may succeed later. It
-raises RefusedError if the server refused the request, and will again; ConfigError if a request cannot carry the key.
-All requests may be repeated: the same request counts once.
+A method raises UnreachableError if the server did not answer or failed, RefusedError if it refused the request, and
+will again, and ConfigError if no request can carry the key. All requests may be repeated: the same one counts once.
 """
 
 from __future__ import annotations
@@ -64,9 +60,9 @@ class LightningClient:
         )
 
     async def ask(self, operation: Operation[Asked, Answer], body: Asked, lease: Lease | None = None) -> Answer:
-        """Send one request, which may be about the attempt of a lease, and return the reply.
+        """The reply to a request, which may be about the attempt of a lease.
 
-        What is larger than the server reads is refused here: the server would hang up meanwhile.
+        A body larger than the server reads is refused here: the server would hang up meanwhile.
         """
         content = body.model_dump_json().encode() if operation.has_body else b""
         if len(content) > operation.largest:
@@ -124,12 +120,10 @@ class ServerAddress:
 def find_server(
     config: RunConfig | None, folder: Path | None, url: str | None, chosen: Mapping[str, str], name: str = WORKER_KEY
 ) -> ServerAddress | None:
-    """The server of a run: at `url`, else as the file in the run's `folder` says, or in the newest run of its name.
+    """The server of a run: at `url`, else where the file in the run's `folder`, or in the newest run of its name, says.
 
-    Without a configuration it is at `url`, with the key that the user chose.
-
-    `name` is the variable of the key that is needed. The key is the `chosen` one of this name (`take_keys`), else the
-    one in that file. None if there is no such file yet; ConfigError if only the key is missing, or if it is invalid.
+    The key is the `chosen` one (`take_keys`) of the variable `name`, else the one in that file. None if there is no
+    such file yet; ConfigError if only the key is missing, or if it is invalid.
     """
     base_url = (url or "").rstrip("/")
     file = _newest(config, folder, base_url)

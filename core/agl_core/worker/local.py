@@ -99,9 +99,9 @@ async def workers_beside(
 
 
 class WorkerProcesses(AgentProcesses):
-    """Workers of an async agent, each in a process of its own, so that agents do not share the trainer's interpreter.
+    """Workers of an async agent, each in a process of its own, outside the trainer's interpreter.
 
-    One that ends before the run is over is replaced; what it ran is tried again once the server misses its heartbeats.
+    A worker that ends before the run is over is replaced; the server tries its attempts again.
     """
 
     def __init__(
@@ -118,13 +118,12 @@ class WorkerProcesses(AgentProcesses):
         # Tools that outlive their attempt: a worker would keep each as a zombie once it exits.
         super().__init__(first, client_variables(base_url), secrets, adopt=False)
         self.problems: Counter[str] = Counter()
-        """Failures of adapters, by message."""
         job = {"agent": agent, "base_url": base_url, "key": worker_key}
         self._jobs = [{**job, "concurrency": most} for most in concurrency]
         self._working: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Import the agent and begin to work, in the background."""
+        """Work in the background."""
         self._working = asyncio.create_task(self._work())
 
     @property
@@ -241,7 +240,6 @@ class WorkerThread:
 
     @property
     def problems(self) -> Mapping[str, int]:
-        """Failures of adapters, by message."""
         return self.worker.problems if self.worker else {}
 
     @property

@@ -58,12 +58,11 @@ _FIRST_CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
         model="-", max_tokens=1, messages=_MESSAGES
     ),
 }
-"""A call of each client library, by its module."""
+"""By module."""
 _MAX_TEXT = 1 << 20
-"""Characters of the end of a command's output as its result, if the last line is no JSON; JSON writes one as six bytes
-at most."""
+"""Characters kept of an output that does not end with JSON; JSON writes one as six bytes at most."""
 _MAX_ERRORS = 2000
-"""Bytes that are kept of the stderr of a command that failed."""
+"""Bytes kept of the stderr of a command that failed."""
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group (struct ucred)."""
 
@@ -100,11 +99,11 @@ def attempt_folder() -> Iterator[Path]:
 
 
 class ProcessPerAttempt(AgentProcesses):
-    """Runs each attempt of a Python agent in a process of its own, which is a fork of one that has imported the agent.
+    """Runs each attempt of a Python agent in a fork of a process that has imported the agent, in milliseconds.
 
-    So a start takes milliseconds. When time is up, the process and everything that it started are ended. Its working
-    folder is empty and the attempt's own. `plugins` are files whose adapters are attached there, beside the installed
-    ones (None: none are); `memory` is in bytes.
+    When time is up, the fork and everything that it started are ended. Its working folder is empty and the attempt's
+    own. The adapters of the files `plugins` are attached beside the installed ones (None: none are); `memory` is in
+    bytes.
     """
 
     def __init__(
@@ -176,8 +175,7 @@ def prepare_agent(*agent: Any) -> None:
 def _warm_up() -> None:
     """Have the clients that the agent imported make a call here, to a mock transport.
 
-    A client imports and builds most of what it needs at its first call; each fork would do that again: 50 ms of CPU
-    time for openai's, 30 more than LangChain needs itself.
+    A client imports most of what it needs at its first call: 50 ms of CPU time in each fork for openai's.
     """
     for name, call in _FIRST_CALLS.items():
         library: Any = sys.modules.get(name)
@@ -246,11 +244,11 @@ def draw_anew() -> None:
 class CommandPerAttempt(AgentProcesses):
     """Runs a command for each attempt, with the attempt in its environment, in an empty folder of the attempt's own.
 
-    Arguments that name a file in `folder` are made absolute, and for -m and -c, Python finds modules there. The
-    result is the last line that the command prints if that is JSON, else its output. Of an output of more than 1 MiB
-    the end is kept, with a note. What other processes print counts only if the command itself prints nothing.
-    Any exit status but 0 is a crash. `memory` is in bytes. In its Python processes the installed adapters are attached,
-    and those of the files `plugins` (None: none are).
+    Arguments that name a file in `folder` are made absolute, and for -m and -c, Python finds modules there. The result
+    is the last line that the command prints if that is JSON, else the last 1 MiB of its output; the output of other
+    processes counts only if the command prints nothing. Any exit status but 0 is a crash. `memory` is in bytes. The
+    installed adapters, and those of the files `plugins` (None: none), are attached in its Python processes.
+
     AgentError if there is no such program.
     """
 
@@ -348,7 +346,6 @@ class _Tail:
     def __init__(self) -> None:
         self._kept = bytearray()
         self.size = 0
-        """Bytes that came."""
 
     def add(self, data: bytes) -> None:
         self._kept += data
@@ -365,10 +362,9 @@ class _Tail:
 
 
 class _Output:
-    """The end of what a command prints: all of it, and apart from that what its own process writes.
+    """The end of a command's output, and apart from it what its own process, the first to write, has written.
 
-    It is a socket: unlike a pipe, nobody can open it by /proc/PID/fd/1, and on Linux the system says who wrote. The
-    first to write is the command's process, before it becomes the command.
+    It is a socket: unlike a pipe, nobody can open it by /proc/PID/fd/1, and on Linux the system says who wrote.
     """
 
     def __init__(self) -> None:

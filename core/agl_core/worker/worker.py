@@ -48,8 +48,7 @@ _HEARTBEAT_TIMEOUT = 10.0
 _BEFORE_FIRST_LEASE = 5.0
 """Seconds between heartbeats until the first lease says how often the server wants them."""
 _NOTICE = 0.5
-"""Seconds to notice that an agent has ended by itself. A process that was stopped for a while learns several things at
-once: that time is up, that the lease is gone, and that the agent ended long before."""
+"""Seconds to notice that an agent has ended by itself: a process that was stopped learns late that time is up."""
 
 
 class Runner(Protocol):
@@ -88,8 +87,7 @@ class Worker:
     """Runs one agent for one server, in the event loop that calls `run`.
 
     An attempt that exceeds its timeout, or that the server no longer counts, is ended; one that had ended by then is
-    reported all the same. While the server is away, the worker waits for it, and later reports what has ended
-    meanwhile. Each time it asks `moved` whether to look for the server elsewhere instead.
+    reported all the same. The worker waits for a server that is away, unless `moved` says to look elsewhere.
     """
 
     def __init__(
@@ -122,10 +120,9 @@ class Worker:
         return [attempt.task for attempt in self._running.values()]
 
     async def run(self) -> None:
-        """Work until the server says that the run is over, until drained, or until cancelled.
+        """Work until the run is over, until drained, or until cancelled; no attempt is left running.
 
-        No attempt is left running. AgentError if the agent cannot be started, ServerError if the server refuses this
-        worker.
+        AgentError if the agent cannot be started, ServerError if the server refuses this worker.
         """
         loop = asyncio.get_running_loop()
         heartbeats = threading.Thread(target=lambda: asyncio.run(self._beat(loop)), daemon=True, name="agl-heartbeats")
@@ -146,10 +143,9 @@ class Worker:
             await self._runner.close()
 
     def drain(self, seconds: float) -> None:
-        """Lease no more and return from `run`: when all attempts have ended, or after `seconds`.
+        """Lease no more, and have `run` return when all attempts have ended, or after `seconds`.
 
-        What is still running then is given back, to be tried again elsewhere. A second call hurries: it is given
-        back at once.
+        Attempts that still run then, or at a second call, are given back, to be tried again elsewhere.
         """
         if self._stopped.is_set():
             for attempt in self._tasks:
@@ -181,11 +177,10 @@ class Worker:
         self._running.pop(key, None)
 
     async def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Send heartbeats for the attempts that are held, if any, as often as their leases say; `loop` is the worker's.
+        """Send heartbeats, also without attempts, as often as the leases say; `loop` is the worker's.
 
-        This has a thread and an HTTP client of its own, so an agent that blocks the worker's event loop loses no lease.
-        A heartbeat without attempts shows the server that this worker sends heartbeats: if the reply to a lease never
-        arrives, the attempts in it are soon lost, and tried again.
+        A thread and an HTTP client of its own keep the leases of an agent that blocks the worker's event loop. The
+        server expects heartbeats from a worker that sent one, and so tries attempts again whose lease never arrived.
         """
         async with LightningClient(self._client.base_url, self._client.key, _HEARTBEAT_TIMEOUT) as client:
             while self._beating:
@@ -308,7 +303,7 @@ class Worker:
 
 @contextmanager
 def on_signals(handle: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM are handled by `handle`, in the running event loop; outside as usual."""
+    """Inside, `handle` gets Ctrl-C and SIGTERM, in the running event loop."""
     loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
     for number in signals:
         loop.add_signal_handler(number, handle, number)
