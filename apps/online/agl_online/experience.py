@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agl_core.learning.batch import left_out, staleness
-from agl_core.store.interface import Store, Wanted
+from agl_core.store.interface import RolloutFilter, Store
 from agl_core.training.metrics import Advance
 from agl_core.training.rollouts import Drawn, Scored, warn_of_failed_rules
 from agl_core.training.session import Session
@@ -107,9 +107,9 @@ class SessionExperience:
 
     async def _waiting(self) -> list[Rollout]:
         """The sessions that ended and no step had: the latest, and the earliest, which are the first to be too old."""
-        ended: Wanted = {"run": self.session.run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
-        first: Wanted = {**ended, "limit": _MAX_DROPPED}
-        last: Wanted = {**ended, "newest": _LATEST}
+        ended: RolloutFilter = {"run": self.session.run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
+        first: RolloutFilter = {**ended, "limit": _MAX_DROPPED}
+        last: RolloutFilter = {**ended, "newest": _LATEST}
         store = self.session.collector.store
         earliest, latest = await store.rollouts(**first), await store.rollouts(**last)
         return list({rollout.id: rollout for rollout in (*earliest, *latest)}.values())

@@ -1,13 +1,11 @@
 """Records as rows of the tables in `tables`, and back, exactly; what repeats in calls is stored once.
 
-A chat request repeats the whole conversation, so the requests of an episode of T turns hold T²/2 messages, and the same
-goes for their prompt tokens. Every item of a request's lists of objects, and every full block of prompt tokens, is
-therefore a *piece*: a numbered row that calls refer to. Turns of one rollout share pieces, and so do siblings of a
-group (their task) and all rollouts of an agent (its system prompt and tools).
+A chat request repeats the whole conversation: the requests of T turns hold T²/2 messages, and as many prompt tokens.
+Every item of a request's lists of objects, and every full block of prompt tokens, is therefore a *piece*: a numbered
+row that calls refer to. Turns share pieces, and so do siblings of a group and all rollouts of an agent.
 
-Equal pieces are recognised by a hash in memory, not by an index in the file: that index would be in random order, and
-cost more to write than everything else. What memory has forgotten, or another process wrote, is written again; that
-costs space and changes nothing.
+Equal pieces are recognised by a hash in memory: an index in the file would be in random order, and cost more to write
+than everything else. A piece that memory has forgotten, or another process wrote, is written again.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeAlias, TypeVar
 
@@ -49,14 +47,13 @@ Rows: TypeAlias = dict[Table, list[Row]]
 """The rows that one `put` writes, by table."""
 
 BLOCK_BYTES = 256 * 4
-"""256 int32 tokens: large enough that a block's row costs little beside its content, small enough that the
-tail, which every call stores for itself, stays short."""
+"""256 int32 tokens: a row costs little beside them, and the tail that each call stores for itself stays short."""
 _SHORT = 256
-"""Characters from which on memory keeps the digest of an item, and not the item."""
+"""Characters of an item from which on memory keeps its digest instead."""
 _MAX_LATEST = 64 << 20
-"""Characters and bytes of conversations that are known by their beginning, so that each turn costs what it adds."""
+"""Characters and bytes of conversations kept in memory, so that each turn costs what it adds."""
 NUMBERS = np.dtype("<i8")
-"""Of pieces, in a column of a call."""
+"""Numbers of pieces, in a column of a call."""
 _TOKENS = np.dtype("<i4")
 _ARRAYS = {"response_ids": _TOKENS, "logprobs": np.dtype("<f4"), "mask": np.dtype("?")}
 """The fields of a choice that are bytes in the row of its call, in this order."""
@@ -71,7 +68,7 @@ _KEYS: Mapping[type, tuple[str, ...]] = {
 }
 """The key of an attempt's record among those of its kind."""
 _FILLED = ("tool_call_id", "agent", "parent_span")
-"""Spans around a tool's own come after it, and may know whose it is and which call it answers."""
+"""Filled in later by spans around a tool's own, which end after it."""
 
 
 def encode(records: Iterable[Record], pieces: Pieces) -> Rows:
@@ -124,10 +121,10 @@ def name_of(record: Record) -> str:
 
 
 def merge(kind: str, earlier: str, later: str) -> str:
-    """The body of a record that comes again under its key: the later one replaces the earlier.
+    """The body of a record that comes again under its key: the later one, except for tool results and annotations.
 
-    Of tool results and annotations the first stands, for anything that the agent starts may report something else
-    later; of a tool result only what was left open is filled in.
+    Their first one stands, since anything that the agent starts may report something else later; a tool result gets
+    only fields that it lacks.
     """
     if kind == Annotation.__name__:
         return earlier
@@ -137,23 +134,21 @@ def merge(kind: str, earlier: str, later: str) -> str:
     return dump_json({**{name: again[name] for name in _FILLED if name in again}, **body})
 
 
-def decode(kind: type[Kept], bodies: Iterable[tuple[str]]) -> list[Kept]:
-    """The records of this kind that have these bodies. Calls and training records have their own functions."""
-    return [from_json(kind, load_json(body)) for (body,) in bodies]
+def decode(kind: type[Kept], rows: Iterable[Sequence[Any]]) -> list[Kept]:
+    """The records of rows of bodies, and of the array that a training record may have. Calls: `decode_call`."""
+    return [_decode(kind, *row) for row in rows]
 
 
-def decode_training_record(body: str, arrays: bytes | None) -> TrainingRecord:
-    """The training record of a row; only one with `recomputed` has an array."""
+def _decode(kind: type[Kept], body: str, array: bytes | None = None) -> Kept:
     data = load_json(body)
-    if arrays is None:
-        return from_json(TrainingRecord, data)
-    logprobs = np.frombuffer(arrays, _ARRAYS["logprobs"])
-    recomputed = from_json(Recomputed, data.pop("recomputed"), logprobs=logprobs)
-    return from_json(TrainingRecord, data, recomputed=recomputed)
+    if array is None:
+        return from_json(kind, data)
+    logprobs = np.frombuffer(array, _ARRAYS["logprobs"])
+    return from_json(kind, data, recomputed=from_json(Recomputed, data.pop("recomputed"), logprobs=logprobs))
 
 
 def _take_apart(call: Call, body: dict[str, Json], pieces: Pieces) -> tuple[bytes, bytes]:
-    """Put what stands apart of a call into its body, as far as it is no piece and no array: these are returned."""
+    """Complete a call's body, and return what is beside it: the numbers of its pieces, and its arrays."""
     owner = (call.rollout, call.attempt, call.agent)
     numbers, body["request"], body["lists"] = pieces.split_request(call.request, owner)
     arrays = []
@@ -222,7 +217,7 @@ class Pieces:
         self._older: dict[Data, int] = {}
         self._due: list[tuple[int, Data]] = []
         self._latest: OrderedDict[Hashable, tuple[Data, list[int]]] = OrderedDict()
-        """By owner the latest list or prompt, and its numbers; what was not used for the longest time goes first."""
+        """The latest list or prompt of each owner, and its numbers; the least recently used first."""
         self._latest_size = 0
 
     def take(self) -> list[tuple[int, Data]]:
@@ -243,9 +238,9 @@ class Pieces:
     def split_request(
         self, request: Mapping[str, Json], owner: Hashable = None
     ) -> tuple[list[int], dict[str, Json], dict[str, int]]:
-        """A request as (the numbers of its pieces, what is left without its lists of objects, their lengths).
+        """A request as (numbers of its pieces, the rest without its lists of objects, lengths of these lists).
 
-        Whatever has the same `owner` probably begins as the one before did.
+        The requests of one `owner` probably begin alike.
         """
         rest: dict[str, Json] = {}
         lengths: dict[str, int] = {}

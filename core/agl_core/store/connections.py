@@ -1,4 +1,4 @@
-"""Connections to the store's file: the one writer's, the readers', and what SQLite's errors on them mean."""
+"""Connections to the store's file: the one writer's, and the readers'."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from agl_core.errors import StoreError, StoreRefusedError
+from agl_core.errors import StoreError
 from agl_core.store import tables
 from agl_core.store.codec import Data, Pieces, Row, Rows, encode, merge
 from agl_core.store.interface import Record
@@ -33,29 +33,19 @@ logger = logging.getLogger(__name__)
 BUSY_SECONDS = 10.0
 """How long to wait for another program's short lock."""
 _PAGE = 8192
-"""Bytes of a page of the file: a call's row is often half as large, and pages are not shared well by such rows."""
+"""Bytes of a page of the file, about two rows of calls."""
 _LOG_PAGES = 2048
-"""Pages of the write-ahead log from which on SQLite folds it into the store's file, after a commit."""
+"""Pages of the write-ahead log after which SQLite folds it into the store's file."""
 _ROWS_PER_STATEMENT = 64
 _PAUSE = 0.2
 """Seconds between tries to cut the log off, while a reader has it."""
-_COMPANY = 60
-"""Turns of the event loop that a transaction waits for more to write, where the one before it had several writes.
+_LINGER_TURNS = 60
+"""Turns of the event loop that a transaction waits for more to write, if the one before it had several writes.
 
-Between two threads each transaction costs more than what it writes. A turn is short where little is going on, so no
-caller waits long; one that writes one after the other does not wait at all.
+Each transaction costs more than what it writes, as it is between two threads. Turns are short where little is going
+on; a caller that writes one record after the other does not wait at all.
 """
-_DAMAGED = (
-    "is damaged. Copy the file, and save what is left with the sqlite3 program (`.recover`), or restore a backup."
-)
-_MEANINGS = {
-    sqlite3.SQLITE_NOTADB: "is not an SQLite database. Choose another path, or move that file away.",
-    sqlite3.SQLITE_CORRUPT: _DAMAGED,
-    sqlite3.SQLITE_FULL: "cannot grow: the disk is full. Free some space, then start again; a run that had "
-    "begun goes on (`agl train --resume`).",
-    sqlite3.SQLITE_BUSY: "is locked by another program. Close what has it open for writing, then try again.",
-}
-_PRIMARY_CODE = 0xFF
+PRIMARY_CODE = 0xFF
 """SQLite's extended error codes keep the plain code in their last byte."""
 
 
@@ -79,7 +69,7 @@ def is_written(store: Path) -> bool:
         try:
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         except sqlite3.OperationalError as error:
-            return error.sqlite_errorcode & _PRIMARY_CODE == sqlite3.SQLITE_BUSY
+            return error.sqlite_errorcode & PRIMARY_CODE == sqlite3.SQLITE_BUSY
     return False
 
 
@@ -91,7 +81,7 @@ def _lock(store: Path) -> sqlite3.Connection:
         connection.execute("BEGIN EXCLUSIVE")
     except sqlite3.OperationalError as error:
         connection.close()
-        if error.sqlite_errorcode & _PRIMARY_CODE != sqlite3.SQLITE_BUSY:
+        if error.sqlite_errorcode & PRIMARY_CODE != sqlite3.SQLITE_BUSY:
             raise
         raise _second_writer(store) from None
     return connection
@@ -105,9 +95,9 @@ def _second_writer(store: Path) -> StoreError:
 
 
 def _connect_writer(path: Path) -> tuple[sqlite3.Connection, contextlib.ExitStack, int]:
-    """A connection that creates the file if there is none, the lock of the one that may, and the first new piece.
+    """A connection that creates the file if there is none, the writer's lock, and the number of its first new piece.
 
-    Usable from any one thread at a time; the lock is to be closed last. Raises StoreError, or sqlite3.Error.
+    The connection is for one thread at a time; the lock is closed last. Raises StoreError, or sqlite3.Error.
     """
     if not path.parent.is_dir():
         raise StoreError(f"The folder of the store {path} does not exist. Create {path.parent} first.")
@@ -204,9 +194,9 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 class Readers:
-    """Runs queries, each in one read transaction: it sees everything that was committed before it began.
+    """Runs queries, each in a transaction that sees everything committed before it.
 
-    `check` raises what makes reading useless: the writer that they read beside has lost its files.
+    `check` raises if the writer beside these readers has lost its files.
     """
 
     def __init__(self, path: Path, check: Callable[[], None] | None) -> None:
@@ -215,7 +205,7 @@ class Readers:
         self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
 
     async def run(self, query: Query[Result]) -> Result:
-        """The query's result. Raises StoreError, or sqlite3.Error."""
+        """Raises StoreError, or sqlite3.Error."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, query)
 
     async def close(self) -> None:
@@ -256,29 +246,10 @@ def _read(connection: sqlite3.Connection, query: Query[Result]) -> Result:
             connection.execute("ROLLBACK")
 
 
-def explain(path: Path, error: Exception, records: str = "a record") -> StoreError:
-    """The StoreError for `error`, which is about the store at `path`, or about `records` that were to be written."""
-    code = getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE
-    if code in _MEANINGS:
-        return StoreError(f"The store {path} {_MEANINGS[code]} (SQLite: {error})")
-    if isinstance(error, sqlite3.OperationalError | sqlite3.InternalError | OSError):
-        return StoreError(
-            f"The store {path} cannot be used: {error}. Check that you may write the file and its folder, and the "
-            f"disk's free space and health."
-        )
-    return StoreRefusedError(f"The store {path} refused {records}: {error}. Correct it; nothing was written.")
-
-
-def damaged(path: Path, error: Exception) -> StoreError:
-    """The StoreError for a record that cannot be what was written."""
-    return StoreError(f"The store {path} {_DAMAGED} ({type(error).__name__}: {error})")
-
-
 class GroupWriter:
     """The one writer. While a transaction runs in its thread, the next one gathers on the event loop.
 
-    Before and after each transaction it looks whether the files are still those that it opened, so that nothing is
-    acknowledged that only a removed file has.
+    Each transaction checks before and after whether the files are still those that were opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -289,14 +260,14 @@ class GroupWriter:
         self._lost: StoreError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agl-store-writer")
         self._waiting: list[tuple[Preparation[Any], asyncio.Future[Any]]] = []
-        self._company = 0
+        self._turns = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def put(self, records: Iterable[Record], may: Query[bool] = lambda connection: True) -> bool:
-        """Write these records, all or none, if they `may` be; returns once they are committed whether they were.
+        """Write records, all or none, if they `may` be written; returns, once they are committed, whether they were.
 
-        Raises StoreError for a record that cannot be stored, else what SQLite raised.
+        Raises StoreError for a record that cannot be stored, else SQLite's own error.
         """
 
         def prepare() -> Work[bool]:
@@ -306,7 +277,7 @@ class GroupWriter:
         return await self._write_later(prepare)
 
     async def write(self, work: Work[Result]) -> Result:
-        """The result of `work`, once its rows are committed. It sees what other work of the transaction changed."""
+        """The result of `work`, once its rows are committed. It sees what work before it in the transaction changed."""
         return await self._write_later(lambda: work)
 
     async def _write_later(self, prepare: Preparation[Result]) -> Result:
@@ -316,7 +287,7 @@ class GroupWriter:
         if self._idle.is_set():
             self._idle.clear()
             # Not at once: what else is put in this turn of the loop comes along.
-            loop.call_soon(self._gather, self._company)
+            loop.call_soon(self._gather, self._turns)
         return await done
 
     async def close(self) -> None:
@@ -346,10 +317,7 @@ class GroupWriter:
         return result
 
     async def erase(self, work: Callable[[sqlite3.Connection, int], Result]) -> Result:
-        """Run `work`; it may remove pieces below the number that it gets.
-
-        What was put before refers to such pieces, and is written before. What is put from now on does not.
-        """
+        """Run `work`, which may remove pieces below the number that it gets: only records put before refer to them."""
         first = self._pieces.forget()
         await self.put(())
         return await self.remove(lambda connection: work(connection, first))
@@ -357,7 +325,7 @@ class GroupWriter:
     def check(self) -> None:
         """Raise StoreError, from then on, if the files were removed, moved or replaced. For any thread.
 
-        A process goes on writing to such files without an error: what it then acknowledges is lost with its end.
+        Writing to such files raises no error, but everything that is acknowledged then is lost when the process ends.
         """
         gone = [file for file, identity in self._opened.items() if _identity(file) != identity]
         if gone and self._lost is None:
@@ -392,7 +360,7 @@ class GroupWriter:
         # All are encoded here, one after the other: the code for it is in the processor's cache then.
         batch = [(_prepared(prepare, done), done) for prepare, done in self._waiting]
         self._waiting = []
-        self._company = _COMPANY if len(batch) > 1 else 0
+        self._turns = _LINGER_TURNS if len(batch) > 1 else 0
         pieces, loop = self._pieces.take(), asyncio.get_running_loop()
 
         def write() -> None:
@@ -412,7 +380,7 @@ class GroupWriter:
             else:
                 done.set_result(result)
         if self._waiting:
-            self._gather(self._company)
+            self._gather(self._turns)
         else:
             self._idle.set()
 
@@ -454,11 +422,11 @@ class GroupWriter:
 
 
 def _prepared(prepare: Preparation[Any], done: asyncio.Future[Any]) -> Work[Any]:
-    """The work of a caller; that of one that was cancelled, or whose records cannot be stored, is nothing."""
+    """A caller's work; none for one that was cancelled, or whose records cannot be stored."""
     if not done.cancelled():
         try:
             return prepare()
-        except Exception as error:  # It is the caller's own, and must not stop the others.
+        except Exception as error:  # The others go on.
             done.set_exception(error)
     return lambda connection: (None, {})
 
@@ -468,7 +436,7 @@ def _all_failed(results: list[Any]) -> bool:
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """The identity of a file, whatever its name; None if there is none of this name."""
+    """What stays the same when a file is renamed; None if there is no file of this name."""
     try:
         status = os.stat(file)
     except OSError:

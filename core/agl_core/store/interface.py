@@ -23,8 +23,8 @@ from agl_core.types import (
 Record: TypeAlias = Run | Rollout | Attempt | Call | ToolResult | Reward | TrainingRecord | Annotation
 
 
-class Wanted(TypedDict, total=False):
-    """Which rollouts: those that have every value that is given and not None."""
+class RolloutFilter(TypedDict, total=False):
+    """Rollouts that match every value that is not None."""
 
     run: str | None
     step: int | None
@@ -32,16 +32,14 @@ class Wanted(TypedDict, total=False):
     state: RolloutState | None
     group: str | None
     after: str | None
-    """Those that were first recorded after the rollout of this id: with `limit`, the next page of a list."""
+    """First recorded after the rollout of this id: with `limit`, the next page of a list."""
     before: str | None
-    """Those that were first recorded before it: with `newest`, the page before."""
+    """First recorded before it: with `newest`, the page before."""
     limit: int | None
-    """The first so many."""
     newest: int | None
-    """The last so many, oldest first all the same."""
+    """How many of the last ones, oldest first all the same."""
     words: Sequence[str] | None
-    """Words of ASCII letters and digits that stand in one text of a rollout, upper and lower case alike: a store leaves
-    out what it knows to lack them, and may return others."""
+    """Words of ASCII letters and digits in one text of a rollout, in any case. A store may return others too."""
 
 
 class Store(Protocol):
@@ -59,16 +57,16 @@ class Store(Protocol):
     async def put(self, *records: Record) -> None:
         """Write records, all or none; when this returns they survive the kill of any process.
 
-        A record with the key of an earlier one replaces it (a rollout changes its state), except that the first
-        tool result of an id from one source stands: a later one only fills in a tool_call_id, an agent or a parent_span
-        that it left open. Writing the same record twice changes nothing. Concurrent calls are committed together; what
-        is cancelled before that is not written, here and below.
+        A record replaces an earlier one with its key (a rollout changes its state), except that the first annotation
+        of an id stands, and the first tool result of an id from one source: a later one only fills in a tool_call_id,
+        an agent or a parent_span that it lacks. Concurrent calls are committed together. A call that is cancelled
+        before that writes nothing, here and below.
         """
 
     async def claim(self, worker: str, count: int, renewals: int) -> list[tuple[Rollout, Attempt]]:
-        """Lease up to `count` rollouts that wait, the oldest first; no other claim gets them.
+        """Lease up to `count` waiting rollouts, oldest first; no other claim gets them.
 
-        They are running then, with a new attempt each, and the lease counts as renewed so many times.
+        They are running then, each with a new attempt, whose lease counts as renewed so many times.
         """
 
     async def renew(self, worker: str, attempts: Collection[AttemptKey]) -> set[AttemptKey]:
@@ -78,18 +76,18 @@ class Store(Protocol):
         """End the lease of an attempt, and write these records; False, and nothing is written, if it has ended."""
 
     async def withdraw(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
-        """End those of these rollouts that wait; returns how many did, and the attempts of those that are leased."""
+        """End the waiting rollouts of these; returns their number, and the attempts of the leased ones."""
 
     async def leases(self) -> tuple[int, dict[AttemptKey, int]]:
         """The number of rollouts that wait, and how often each lease was renewed."""
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
-        """Those of these rollouts that are done, those that were recorded first."""
+        """The rollouts of these ids that are done, in the order in which they were first recorded."""
 
     async def runs(self) -> list[Run]:
         """Every restart of every run, oldest first."""
 
-    async def rollouts(self, **wanted: Unpack[Wanted]) -> list[Rollout]:
+    async def rollouts(self, **wanted: Unpack[RolloutFilter]) -> list[Rollout]:
         """Rollouts that match, oldest first."""
 
     async def rollout(self, prefix: str) -> Rollout:
@@ -114,13 +112,13 @@ class Store(Protocol):
         """The annotations of these attempts, in the order in which they were recorded."""
 
     async def erase(self, ids: Iterable[str]) -> int:
-        """Remove everything that was recorded of these rollouts, for good; returns how many of them there were.
+        """Remove all records of these rollouts for good; returns how many rollouts there were.
 
-        The ids are remembered, also those of which there is no rollout. Nothing that another rollout shares is lost.
+        All these ids are remembered. Nothing that another rollout shares is lost.
         """
 
     async def erased(self, ids: Iterable[str]) -> set[str]:
-        """Those of these ids that were erased."""
+        """The ids among these that were erased."""
 
     async def ended_before(self, mode: Mode, moment: float) -> list[str]:
         """The rollouts of this mode whose last attempt ended before this moment, in Unix seconds."""

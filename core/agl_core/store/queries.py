@@ -1,4 +1,4 @@
-"""The store's queries and removals: each function runs in one transaction."""
+"""The store's queries and removals, each in one transaction; `interface.Store` says what they promise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from agl_core.store.codec import (
     Rows,
     decode,
     decode_call,
-    decode_training_record,
     encode,
     numbers_in,
 )
 from agl_core.store.connections import transaction
-from agl_core.store.interface import Wanted
+from agl_core.store.interface import RolloutFilter
 from agl_core.store.tables import LEASES, ROLLOUTS, insertion
-from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, RolloutState, Run, TrainingRecord
+from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, RolloutState, Run
 from agl_core.types.forms import dump_json, from_json, load_json
 
 Kept = TypeVar("Kept")
@@ -47,7 +46,7 @@ _NO_PIECES = Pieces(first=0)
 def claim(
     connection: sqlite3.Connection, worker: str, count: int, renewals: int
 ) -> tuple[list[tuple[Rollout, Attempt]], Rows]:
-    """Lease the rollouts that wait and were recorded first. Those that are tried again are older than all new ones."""
+    """Lease the rollouts that were recorded first, so that those tried again come before all new ones."""
     waiting = connection.execute(
         "SELECT body, (SELECT count(*) FROM attempts WHERE attempts.rollout = id) FROM rollouts WHERE state = ? "
         "ORDER BY seq LIMIT ?",
@@ -68,7 +67,6 @@ def claim(
 
 
 def renew(connection: sqlite3.Connection, worker: str, keys: Collection[AttemptKey]) -> tuple[set[AttemptKey], Rows]:
-    """Renew these leases, and all of the worker that never were; those that there are."""
     those = "(rollout, attempt) IN (SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]') FROM json_each(?))"
     named = _asked(keys)
     connection.execute(
@@ -79,12 +77,10 @@ def renew(connection: sqlite3.Connection, worker: str, keys: Collection[AttemptK
 
 
 def end_lease(connection: sqlite3.Connection, key: AttemptKey) -> bool:
-    """End a lease; False if there is none."""
     return connection.execute("DELETE FROM leases WHERE rollout = ? AND attempt = ?", key).rowcount > 0
 
 
 def withdraw(connection: sqlite3.Connection, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
-    """End those of these rollouts that wait: how many did, and the attempts of those that are leased."""
     those, asked = "IN (SELECT value FROM json_each(?))", orjson.dumps(list(ids)).decode()
     with transaction(connection):
         bodies = connection.execute(
@@ -98,7 +94,6 @@ def withdraw(connection: sqlite3.Connection, ids: Collection[str], ending: Endin
 
 
 def leases(connection: sqlite3.Connection) -> tuple[int, dict[AttemptKey, int]]:
-    """The number of rollouts that wait, and how often each lease was renewed."""
     queued = (RolloutState.QUEUED.value,)
     (waiting,) = connection.execute("SELECT count(*) FROM rollouts WHERE state = ?", queued).fetchone()
     rows = connection.execute("SELECT rollout, attempt, renewals FROM leases")
@@ -106,7 +101,6 @@ def leases(connection: sqlite3.Connection) -> tuple[int, dict[AttemptKey, int]]:
 
 
 def done(connection: sqlite3.Connection, ids: Collection[str]) -> list[Rollout]:
-    """Those of these rollouts that are done."""
     rows = connection.execute(
         "SELECT body FROM json_each(?) AS asked CROSS JOIN rollouts ON rollouts.id = asked.value "
         "WHERE rollouts.state = ? ORDER BY rollouts.seq",
@@ -116,12 +110,10 @@ def done(connection: sqlite3.Connection, ids: Collection[str]) -> list[Rollout]:
 
 
 def runs(connection: sqlite3.Connection) -> list[Run]:
-    """All, oldest first."""
     return decode(Run, connection.execute("SELECT body FROM runs ORDER BY seq"))
 
 
-def rollouts(connection: sqlite3.Connection, **wanted: Unpack[Wanted]) -> list[Rollout]:
-    """Those that match, oldest first."""
+def rollouts(connection: sqlite3.Connection, **wanted: Unpack[RolloutFilter]) -> list[Rollout]:
     limit, newest = wanted.get("limit"), wanted.get("newest")
     given = {name: value for name, value in wanted.items() if value is not None}
     others = ("limit", "newest", "after", "before", "words")
@@ -142,7 +134,7 @@ def rollouts(connection: sqlite3.Connection, **wanted: Unpack[Wanted]) -> list[R
 
 
 def _with_words(connection: sqlite3.Connection, words: Sequence[str]) -> list[str]:
-    """The rollouts with a text that has all these words. Nothing is decoded: JSON has such words as they are."""
+    """Ids of rollouts with a text that has all these words; JSON has them as they are, so nothing is decoded."""
     has_all, asked = " AND ".join(["{} LIKE ?"] * len(words)), [f"%{word}%" for word in words]
     in_data, in_body = (has_all.replace("{}", column) for column in ("data", "body"))
     found = connection.execute(f"SELECT seq FROM pieces WHERE typeof(data) = 'text' AND {in_data}", asked).fetchall()
@@ -159,7 +151,7 @@ def _with_words(connection: sqlite3.Connection, words: Sequence[str]) -> list[st
 
 
 def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
-    """The only one whose id starts with `prefix`, or is `prefix`; `where` names the store in errors."""
+    """The only rollout whose id starts with `prefix`, or is `prefix`; errors say `where` it was looked for."""
     rows = connection.execute(
         "SELECT body FROM rollouts WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
         (prefix, prefix + "\U0010ffff", _PREFIX_MATCHES_SHOWN),
@@ -179,7 +171,6 @@ def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
 
 
 def attempts(connection: sqlite3.Connection, *rollouts: str) -> list[Attempt]:
-    """Those of these rollouts: by rollout as asked, then in order."""
     rows = connection.execute(
         "SELECT body FROM json_each(?) AS asked CROSS JOIN attempts ON attempts.rollout = asked.value "
         "CROSS JOIN records ON records.owner = attempts.seq AND records.kind = ? ORDER BY asked.key, attempts.attempt",
@@ -191,7 +182,6 @@ def attempts(connection: sqlite3.Connection, *rollouts: str) -> list[Attempt]:
 def calls(
     connection: sqlite3.Connection, attempts: Iterable[AttemptKey], ids: Collection[str] | None = None
 ) -> list[Call]:
-    """Those of these attempts, and of these ids: by attempt as asked, then in the order they started."""
     named = "" if ids is None else " AND records.key IN (SELECT value FROM json_each(?))"
     sql = f"SELECT asked.key, body, pieces, arrays {_ASKED}{named} ORDER BY asked.key, records.seq"
     values = () if ids is None else (orjson.dumps([dump_json([id]) for id in ids]).decode(),)
@@ -206,18 +196,10 @@ def calls(
     return [call for _, call in sorted(placed, key=lambda pair: (pair[0], pair[1].sequence))]
 
 
-def recorded(connection: sqlite3.Connection, kind: type[Kept], attempts: Iterable[AttemptKey]) -> list[Kept]:
-    """The records of this kind of these attempts, in the order they were recorded."""
-    return decode(
-        kind, connection.execute(f"SELECT body {_ASKED} ORDER BY records.seq", (_asked(attempts), kind.__name__))
-    )
-
-
-def training_records(connection: sqlite3.Connection, attempts: Iterable[AttemptKey]) -> list[TrainingRecord]:
-    """The training records of these attempts, in the order they were recorded."""
+def recorded(connection: sqlite3.Connection, attempts: Iterable[AttemptKey], kind: type[Kept]) -> list[Kept]:
+    """Records of any kind but calls, in the order in which they were recorded."""
     sql = f"SELECT body, arrays {_ASKED} ORDER BY records.seq"
-    rows = connection.execute(sql, (_asked(attempts), TrainingRecord.__name__))
-    return [decode_training_record(body, arrays) for body, arrays in rows]
+    return decode(kind, connection.execute(sql, (_asked(attempts), kind.__name__)))
 
 
 def _asked(keys: Iterable[AttemptKey]) -> str:
@@ -227,10 +209,9 @@ def _asked(keys: Iterable[AttemptKey]) -> str:
 
 
 def erase_rollouts(connection: sqlite3.Connection, first_new_piece: int, ids: Sequence[str]) -> int:
-    """Remove these rollouts and overwrite what they took; returns how many there were. All or nothing.
+    """Remove rollouts, overwrite what they took, and return how many there were; all or nothing.
 
-    Of the pieces that their calls refer to, those go that no other call has. Pieces from `first_new_piece` on stay: a
-    call that is not written yet may refer to them.
+    Pieces go that no other call has. Pieces from `first_new_piece` on stay, for calls that are not written yet.
     """
     parameters = (orjson.dumps(list(ids)).decode(),)
     their_ids = "(SELECT value FROM json_each(?))"
@@ -254,20 +235,18 @@ def erase_rollouts(connection: sqlite3.Connection, first_new_piece: int, ids: Se
 
 
 def _referred_to(references: Iterable[tuple[bytes | None]]) -> NDArray[np.int64]:
-    """The numbers of all of these: of every call of a store in the end, so not one by one."""
+    """The numbers of pieces in these columns, which may be all of a store."""
     columns = b"".join(column for (column,) in references if column is not None)
     return np.unique(np.frombuffer(columns, dtype=NUMBERS))
 
 
 def erased(connection: sqlite3.Connection, ids: Iterable[str]) -> set[str]:
-    """Those of these ids that were erased."""
     ids_json = orjson.dumps(list(ids)).decode()
     rows = connection.execute("SELECT id FROM erased WHERE id IN (SELECT value FROM json_each(?))", (ids_json,))
     return {id for (id,) in rows}
 
 
 def ended_before(connection: sqlite3.Connection, mode: Mode, moment: float) -> list[str]:
-    """The rollouts of this mode that are done, and whose last attempt ended before this moment."""
     rows = connection.execute(
         "SELECT rollouts.id FROM rollouts JOIN attempts ON attempts.rollout = rollouts.id "
         "JOIN records ON records.owner = attempts.seq AND records.kind = ? WHERE rollouts.mode = ? AND "

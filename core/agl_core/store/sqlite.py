@@ -14,13 +14,23 @@ from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.kinds import NoOptions
 from agl_core.store import queries
 from agl_core.store.codec import name_of
-from agl_core.store.connections import GroupWriter, Query, Readers, damaged, explain
+from agl_core.store.connections import PRIMARY_CODE, GroupWriter, Query, Readers
 from agl_core.store.interface import Record, Store
-from agl_core.types import Annotation, Attempt, AttemptKey, Ending, Reward, Rollout, ToolResult
+from agl_core.types import Annotation, Attempt, AttemptKey, Ending, Reward, Rollout, ToolResult, TrainingRecord
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
 _NOT_OPEN = "The store {} is not open. Open it first (`async with`), and do not use it once closed."
+_DAMAGED = (
+    "is damaged. Copy the file, and save what is left with the sqlite3 program (`.recover`), or restore a backup."
+)
+_MEANINGS = {
+    sqlite3.SQLITE_NOTADB: "is not an SQLite database. Choose another path, or move that file away.",
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
+    sqlite3.SQLITE_FULL: "cannot grow: the disk is full. Free some space, then start again; a run that had "
+    "begun goes on (`agl train --resume`).",
+    sqlite3.SQLITE_BUSY: "is locked by another program. Close what has it open for writing, then try again.",
+}
 
 
 def _reading(
@@ -66,7 +76,7 @@ class SqliteStore(Store):
                 opened.push_async_callback(readers.close)
                 await readers.run(lambda connection: None)
             except (sqlite3.Error, OSError) as error:
-                raise error if isinstance(error, StoreError) else explain(self._path, error) from error
+                raise error if isinstance(error, StoreError) else self._explain(error) from error
             self._readers, self._opened = readers, opened.pop_all()
 
     async def close(self) -> None:
@@ -94,22 +104,16 @@ class SqliteStore(Store):
     async def rollout(self, prefix: str) -> Rollout:
         return await self.read(partial(queries.rollout, prefix=prefix, where=str(self._path)))
 
-    async def tool_results(self, attempts: Iterable[AttemptKey]) -> list[ToolResult]:
-        return await self.read(partial(queries.recorded, kind=ToolResult, attempts=attempts))
-
-    async def rewards(self, attempts: Iterable[AttemptKey]) -> list[Reward]:
-        return await self.read(partial(queries.recorded, kind=Reward, attempts=attempts))
-
-    async def annotations(self, attempts: Iterable[AttemptKey]) -> list[Annotation]:
-        return await self.read(partial(queries.recorded, kind=Annotation, attempts=attempts))
-
     leases = _reading(queries.leases)
     done = _reading(queries.done)
     runs = _reading(queries.runs)
     rollouts = _reading(queries.rollouts)
     attempts = _reading(queries.attempts)
     calls = _reading(queries.calls)
-    training_records = _reading(queries.training_records)
+    tool_results = _reading(partial(queries.recorded, kind=ToolResult))
+    rewards = _reading(partial(queries.recorded, kind=Reward))
+    training_records = _reading(partial(queries.recorded, kind=TrainingRecord))
+    annotations = _reading(partial(queries.recorded, kind=Annotation))
     erased = _reading(queries.erased)
     ended_before = _reading(queries.ended_before)
 
@@ -133,7 +137,7 @@ class SqliteStore(Store):
         try:
             return await work(self._writer)
         except (sqlite3.Error, ValueError, OverflowError) as error:
-            failure = explain(self._path, error, " or ".join(map(name_of, records)) or "a record")
+            failure = self._explain(error, " or ".join(map(name_of, records)) or "a record")
             if not isinstance(failure, StoreRefusedError):
                 self.failure = failure
             raise failure from error
@@ -145,9 +149,21 @@ class SqliteStore(Store):
         try:
             return await self._readers.run(query)
         except sqlite3.Error as error:
-            raise explain(self._path, error) from error
+            raise self._explain(error) from error
         except (TypeError, ValueError, LookupError) as error:  # SQLite does not notice damage inside a value.
-            raise damaged(self._path, error) from error
+            raise StoreError(f"The store {self._path} {_DAMAGED} ({type(error).__name__}: {error})") from error
+
+    def _explain(self, error: Exception, records: str = "a record") -> StoreError:
+        """The StoreError for an error of the file, or of `records` that were to be written."""
+        code = getattr(error, "sqlite_errorcode", 0) & PRIMARY_CODE
+        if code in _MEANINGS:
+            return StoreError(f"The store {self._path} {_MEANINGS[code]} (SQLite: {error})")
+        if isinstance(error, sqlite3.OperationalError | sqlite3.InternalError | OSError):
+            return StoreError(
+                f"The store {self._path} cannot be used: {error}. Check that you may write the file and its folder, "
+                f"and the disk's free space and health."
+            )
+        return StoreRefusedError(f"The store {self._path} refused {records}: {error}. Correct it; nothing was written.")
 
 
 def build(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteStore:

@@ -1,7 +1,6 @@
 """The unified data interface: an agent's run as a Markov decision process (Agent Lightning, section 3.1).
 
-A call is one transition: its observation is the prompt, its action the whole response. Batches of transitions, and what
-else a run and its engine tell each other, are at the end.
+A call is one transition: its observation is the prompt, its action the whole response.
 
 Credit rules build on the return of an episode and of each of its transitions. In their formulas
 
@@ -10,9 +9,9 @@ Credit rules build on the return of an episode and of each of its transitions. I
     G_t   what came from t on: r_t + γ · G_{t+1}
 
 Time is counted in calls, trained or not. The choices of one call (`n` > 1) are parallel: no choice is in another's
-future, what comes after the call comes after each of them, and each choice of the last call has the terminal reward. To
-the calls before it and to R, a call is worth the mean over its choices, so more choices do not earn more. What a rule
-conserves is stated for calls with one choice.
+future, later calls are in the future of each, and each choice of the last call has the terminal reward. To the calls
+before it and to R, a call is worth the mean over its choices, so more choices do not earn more. Rules state what they
+conserve for calls with one choice.
 """
 
 from __future__ import annotations
@@ -72,16 +71,16 @@ class Transition:
     """Intermediate rewards, with provenance."""
     parent_span: str | None = None
     distorted: bool = False
-    """It was drawn from another distribution than that of `logprobs` (`agl_core.learning.transitions`)."""
+    """True if it was drawn from another distribution than that of `logprobs` (`agl_core.learning.transitions`)."""
     grammar: str | None = None
-    """The form that the model server had to give the response (`agl_core.learning.transitions.grammar_of`), if any.
-    Its log-probabilities are those among the tokens that this form allowed."""
+    """The form that the model server had to give the response (`agl_core.learning.transitions.grammar_of`), if any;
+    `logprobs` are those among the tokens that it allowed."""
     state: Mapping[str, Json] | None = None
     """The agent's semantic variables at the call (`agl_core.state`), of bounded size; None if they were not set."""
     tools: tuple[Mapping[str, Json], ...] = ()
     """The tools that the request offered, as a chat completion has them: part of the observation."""
     had_to_call: bool = False
-    """True if the request left the model no choice but to call a tool, as for structured output."""
+    """True if the request forced a tool call, as for structured output."""
 
     @property
     def has_ids(self) -> bool:
@@ -116,11 +115,12 @@ class Episode:
     unjoined: tuple[ToolResult, ...] = ()
     """Tool results that belong to no recorded call; counted and shown."""
     undelivered: tuple[Transition, ...] = ()
-    """Those with undelivered replies: not credited, not trained on. Each has the turn of the next one that counts."""
+    """Transitions whose replies reached no client: not credited, not trained on. Each has the next counted turn."""
     passed_through: Mapping[str, Json] | None = None
     bypassed: Mapping[str, Json] | None = None
     unattributed: int = 0
-    """Calls of which nothing says who made them. Tool results without an id that may be theirs are not joined."""
+    """Number of calls that nothing attributes to an agent. Tool results without an id that may be theirs are not
+    joined."""
     annotations: tuple[Annotation, ...] = ()
     """Judgements by others than the agent, the earliest first."""
     step: int = 0
@@ -130,16 +130,16 @@ class Episode:
 EQUAL_WITHIN = 1e-9
 """Values are equal if they differ by no more than this share of the largest: 0.3 and 0.1 + 0.2 are one reward."""
 ALMOST_ZERO = 1e-13
-"""They may also differ by this: 0.1 + 0.2 - 0.3 and 0 are one reward, and differ by all that the largest is."""
+"""They may also differ by this: 0.1 + 0.2 - 0.3 and 0 are one reward."""
 
 
 def rounding(largest: Any) -> Any:
-    """How much equal values may differ, of which the largest is this far from 0; floats, or tensors."""
+    """The tolerance between equal values whose largest magnitude is `largest`; a float or a tensor."""
     return largest * EQUAL_WITHIN + ALMOST_ZERO
 
 
 def are_equal(values: Iterable[float]) -> bool:
-    """True if all are equal but for rounding, so that a comparison has nothing to learn from.
+    """True if all are equal but for rounding, so that there is nothing to learn from their comparison.
 
     >>> are_equal([0.3, 0.1 + 0.2]), are_equal([0.3, 0.3001]), are_equal([0.1 + 0.2 - 0.3, 0]), are_equal([])
     (True, False, True, True)
@@ -155,7 +155,7 @@ def episode_return(episode: Episode) -> float:
 
 
 def scored_return(episode: Episode) -> float | None:
-    """The number by which a run says how good a rollout was: its return, or None if it was dropped unscored."""
+    """How good a run says that a rollout was: its return, or None if it was dropped unscored."""
     return None if episode.terminal is None else episode_return(episode)
 
 
@@ -211,13 +211,12 @@ class Batch:
     weight_N: NDArray[np.float64]
     """A factor of at least 0 on each transition's share in the loss; 1 by default."""
     sampled_N: NDArray[np.bool_]
-    """True if the log-probabilities are known. Where not, an engine takes the policy's own from
-    before the update for them, so that importance weights are 1."""
+    """True if the log-probabilities are known. Engines replace unknown ones by the policy's own before the update, so
+    that importance weights are 1."""
     grammar_N: NDArray[np.object_]
-    """The form that each response had to have (`agl_core.learning.transitions.grammar_of`), or None.
-    Log-probabilities are then those among the tokens that this form allows."""
+    """The form that each response had to have, or None; see `Transition.grammar`."""
     step: int = 0
-    """The training step (1, 2, …) of the batch. Schedules use it, because not every policy has a batch in each step."""
+    """The training step (1, 2, …), for schedules: a policy may have no batch in some steps."""
     absent_values_A: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     """Credited values, a mean for each, of rollouts that are compared but have no transition to train on."""
     absent_groups_A: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))

@@ -1,7 +1,4 @@
-"""How records are written, exactly, as JSON that anything can read; the store keeps them like that too.
-
-The type of a field says which `Form` its values have. A field that may be None is null in JSON.
-"""
+"""Records as JSON that anything can read, exactly, as the store keeps them too: a field's type decides its `Form`."""
 
 from __future__ import annotations
 
@@ -28,45 +25,38 @@ _SURROGATES = re.compile(
 )
 """An escaped surrogate pair; in its group, half of one."""
 _MAX_SURROGATES, _MAX_BACKSLASHES = 100_000, 1000
-"""Escapes of surrogates in one text that are looked at, and backslashes before each: more are no client's mistake."""
+"""Escaped surrogates read in one text, and backslashes before each: more are no client's mistake."""
 _LONG = 32 << 10
 _MAX_WRITABLE_DEPTH = 250
-"""Levels of nesting that orjson writes in any case."""
+"""Levels of nesting that orjson always writes."""
 _PIECE = 1 << 20
-"""Bytes of JSON that are looked at together: each look takes as many more for a moment."""
+"""Bytes of JSON counted at once, which takes as many more."""
 
 
 class Form(NamedTuple):
-    """How one type of value is written."""
+    """How values of one type, or of one field, are written."""
 
     dump: Callable[[Any], Json]
     """TypeError or ValueError if the value is of another type, or cannot be kept exactly."""
     load: Callable[[Json, str], Any]
     """The inverse of `dump`. Its second argument is the value's place, which the ValueError of a wrong one names."""
-
-
-class Field(NamedTuple):
-    """One field of a record: its form, and more."""
-
-    dump: Callable[[Any], Json]
-    load: Callable[[Json, str], Any]
-    optional: bool
-    """True if it may be None."""
-    has_default: bool
+    optional: bool = False
+    """True for a field that may be None, which is null in JSON."""
+    has_default: bool = False
 
 
 @cache
-def fields_of(record: type) -> Mapping[str, Field]:
+def fields_of(record: type) -> Mapping[str, Form]:
     """The fields of a dataclass or a NamedTuple by name, in their order."""
     defaults = set(getattr(record, "_field_defaults", ()))
     if is_dataclass(record):
         defaults = {f.name for f in fields(record) if (f.default, f.default_factory) != (MISSING, MISSING)}
-    described = {}
+    forms = {}
     for name, hint in get_type_hints(record).items():
         optional = NoneType in get_args(hint)
         [type_] = [part for part in get_args(hint) if part is not NoneType] if optional else [hint]
-        described[name] = Field(*_form(type_), optional, name in defaults)
-    return described
+        forms[name] = _form(type_)._replace(optional=optional, has_default=name in defaults)
+    return forms
 
 
 def to_json(record: Any, apart: Collection[str] = (), *, brief: bool = False) -> dict[str, Json]:
@@ -162,7 +152,7 @@ def parse_json(text: bytes | bytearray | str) -> Any:
     """JSON of elsewhere as a value that orjson can write; orjson.JSONDecodeError if there is none.
 
     Half of a surrogate pair is U+FFFD, an integer of more than 64 bits is a float, and the last of equal keys counts.
-    NaN, infinity and what is nested too deeply to be written again are refused.
+    NaN, infinity and values too deep to be written again are refused.
     """
     try:
         value = orjson.loads(text)

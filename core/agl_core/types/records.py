@@ -1,7 +1,4 @@
-"""The records of a run: one frozen dataclass per kind of row.
-
-Everything that happens is stored as one of these, and training is computed from them alone.
-"""
+"""The records of a run, one frozen dataclass for each kind. Training is computed from them alone."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ class Rollout:
     task: Task
     mode: Mode
     step: int
-    """The training step it was made for (evaluations: the step they follow)."""
+    """The training step it was made for; for an evaluation, the step before it."""
     member: int
     """0 … group size - 1; members share the task and differ in the sampling seed."""
     state: RolloutState = RolloutState.QUEUED
@@ -77,7 +74,7 @@ class Rollout:
     position: int = 0
     """The group's place (0, 1, …) among all of training, or of the evaluation: a resumed run repeats it."""
     prompts: Mapping[str, Json] = field(default_factory=dict)
-    """The texts of named prompts that it tries, over those of the run."""
+    """Texts of named prompts that replace the run's."""
 
 
 class AttemptKey(NamedTuple):
@@ -101,11 +98,11 @@ class Attempt:
     result: Json = None
     """The agent's return value."""
     error: str | None = None
-    """The exception's type and message, when it crashed; a hint what to do, when it made no call."""
+    """The exception's type and message after a crash; a hint if it made no call."""
     passed_through: Mapping[str, Json] | None = None
-    """Requests that were passed on and not recorded (embeddings, audio, …), by route; None if there were none."""
+    """Numbers of requests that were passed on unrecorded (embeddings, audio, …), by route; None: there were none."""
     bypassed: Mapping[str, Json] | None = None
-    """Calls to model APIs that are not agl's, which it does not see, by address; None if none was noticed."""
+    """Numbers of calls to other model APIs, whose content agl does not see, by address; None: none was noticed."""
 
     @property
     def key(self) -> AttemptKey:
@@ -117,7 +114,6 @@ class Identity:
     """The agent and the spans of a call."""
 
     agent: str | None = None
-    """The agent's or node's name."""
     span: str | None = None
     """The call's own span in the framework's trace."""
     parent_span: str | None = None
@@ -174,7 +170,7 @@ class Call:
     ended: Time
     api: str = "chat.completions"
     agent: str | None = None
-    """The agent that made the call, from an adapter; None if no adapter named it."""
+    """None if no adapter named it."""
     parent_span: str | None = None
     """The span that enclosed the call, for tools without call ids."""
     prompt_ids: Tokens | None = None
@@ -188,15 +184,15 @@ class Call:
     reused: int = 0
     """Prompt tokens taken from the cache."""
     late: bool = False
-    """It does not count: it ended after its attempt was closed, or its client never got the reply and repeated it."""
+    """True if it ended after its attempt, or its client never got the reply and repeated it: it does not count."""
     state: Mapping[str, Json] | None = None
-    """The agent's semantic variables when it made the call; None if they were not set."""
+    """The agent's semantic variables at the call; None if they were not set."""
     undelivered: bool = False
-    """The reply reached no client: the client hung up before it came, or left the stream. The call does not count."""
+    """True if the client hung up before the reply, or left the stream: the call does not count."""
     stamped: bool = True
-    """True if the agent's process said who made it, if it knew: its HTTP library is one that agl knows."""
+    """True if the agent's HTTP library is one that agl knows, and so would name the agent."""
     ignored: str | None = None
-    """The fields of the request that were not honoured, as the reply's `x-agl-ignored` names them."""
+    """Fields of the request that were not honoured, as in the reply's `x-agl-ignored`."""
 
     @property
     def key(self) -> AttemptKey:
@@ -204,7 +200,7 @@ class Call:
 
     @property
     def is_unattributed(self) -> bool:
-        """True if nothing says who made it, and so what the tools after it belong to."""
+        """True if nothing says who made it, nor to which call the tools after it belong."""
         return not self.stamped and self.agent is None and self.parent_span is None
 
 
@@ -213,9 +209,9 @@ class ToolResult:
     """The result of a tool that ran after a call."""
 
     id: str
-    """Unique among the tool results of its source and attempt: one that is reported twice is recorded once."""
+    """Unique among the tool results of its source and attempt; reported twice, it is recorded once."""
     rollout: str
-    """Empty in a report of the agent's side: whose it is, the server knows."""
+    """Empty in a report of the agent's side, since the server knows it."""
     attempt: int
     tool: str
     status: ToolStatus
@@ -227,14 +223,14 @@ class ToolResult:
     agent: str | None = None
     span: str | None = None
     parent_span: str | None = None
-    """Joins the tool result to the call with the same parent if it has no tool_call_id, or several calls share it."""
+    """Joins it to the call with the same parent if it has no tool_call_id of its own."""
     started: Time | None = None
     ended: Time | None = None
     source: Source = Source.ADAPTER
     adapter: str | None = None
-    """Which adapter or instrumentation saw it; None: the agent's own code, or the conversation."""
+    """The adapter or instrumentation that saw it; None: the agent's own code, or the conversation."""
     status_rule: str | None = None
-    """The rule that decided the status (docs/tool-status.md); None if it was recorded without one."""
+    """The rule that decided the status (docs/tool-status.md), if one did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +255,12 @@ class Annotation:
     rollout: str
     attempt: int
     id: str
-    """Unique in its attempt: what is sent twice under one id is recorded once."""
+    """Unique in its attempt; sent twice, it is recorded once."""
     received: Time
     said: Mapping[str, Json]
-    """Its meaning is a matter of those who write and read it."""
+    """Its writers and readers define it."""
     call: str | None = None
-    """The call that it is about; None: the whole attempt."""
+    """The call that it judges; None: the whole attempt."""
 
 
 class TransitionKey(NamedTuple):
@@ -283,12 +279,12 @@ class Recomputed:
     version: int
     """The policy version that was trained: the one before the update."""
     digest: str
-    """Of the tokens and sampled log-probabilities that were in the batch (`agl_core.learning.certificate`)."""
+    """Digest of its tokens and sampled log-probabilities in the batch (`agl_core.learning.certificate`)."""
     precision: str
     """The numbers that sampling and training compute with: float32, bfloat16, …"""
     logprobs: Logprobs
-    """[T] float32 log-probabilities of the tokens under `version`, as the loss had them: with the temperature of
-    sampling. NaN where a token has no weight in the loss."""
+    """[T] float32, under `version`, at the sampling temperature, as the loss had them. NaN where a token has no weight
+    in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +305,7 @@ class TrainingRecord:
     dropped: str | None = None
     """A `DropReason`, or None if it was trained on."""
     recomputed: Recomputed | None = None
-    """None if it was not trained on, or the engine does not bring them back."""
+    """None if it was not trained on, or the engine does not return them."""
 
     @property
     def key(self) -> TransitionKey:

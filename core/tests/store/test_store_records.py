@@ -351,7 +351,7 @@ async def test_no_query_by_key_scans_a_table(store: Store, path: Path) -> None:
         queries.rollouts(connection, **wanted)
     queries.attempts(connection, "r")
     queries.calls(connection, attempts)
-    queries.recorded(connection, Reward, attempts)
+    queries.recorded(connection, attempts, Reward)
     connection.set_trace_callback(None)
     # A query that calls json_each() is traced a second time, as the comment that SQLite makes of the inner one.
     statements = [statement for statement in statements if not statement.startswith("--")]
