@@ -24,10 +24,33 @@ RatioLevel = Literal["token", "sequence"]
 WhiteningUnit = Literal["tokens", "transitions"]
 
 
-class AlgorithmOptions(BaseModel):
-    """Settings of `agl_algorithms.Algorithm`; a setting without effect is refused."""
+class Settings(BaseModel):
+    """Settings of an algorithm, and what follows from them; a setting without effect is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    def needs(self) -> frozenset[Capability]:
+        """What the algorithm needs of the engine and the run."""
+        return frozenset({Capability.TOKEN_IDS})
+
+    def takes(self) -> CreditKind | None:
+        """The credited values that the algorithm reads; None: it reads none."""
+        return CreditKind.RETURN
+
+    def without_effect(self) -> dict[str, str]:
+        """Names of settings that change nothing beside the others, each with the remedy."""
+        return {}
+
+    @model_validator(mode="after")
+    def _refuse_without_effect(self) -> Self:
+        for name, remedy in self.without_effect().items():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"'{name}' has no effect here: {remedy}")
+        return self
+
+
+class AlgorithmOptions(Settings):
+    """Settings of `agl_algorithms.Algorithm`."""
 
     aggregation: Aggregation = "rollout"
     """'rollout': every group weighs the same, in it every rollout, in it every transition, in it every token;
@@ -37,22 +60,9 @@ class AlgorithmOptions(BaseModel):
     minibatches: int = Field(1, ge=1, le=10_000)
     """Optimizer steps in one pass."""
 
-    def needs(self) -> frozenset[Capability]:
-        """The needs of an algorithm with these settings: token ids."""
-        return frozenset({Capability.TOKEN_IDS})
-
-    def takes(self) -> CreditKind | None:
-        """Which credited values it takes: returns. None: it looks at none."""
-        return CreditKind.RETURN
-
-    def _refuse_changed(self, names: tuple[str, ...], remedy: str) -> None:
-        for name in names:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"'{name}' has no effect here: {remedy}")
-
 
 class PolicyGradientOptions(AlgorithmOptions):
-    """Settings of `agl_algorithms.PolicyGradient`; a setting without effect is refused."""
+    """Settings of `agl_algorithms.PolicyGradient`."""
 
     clip: float | None = Field(None, gt=0, lt=1)
     """The ratio is clipped to [1 - clip, 1 + clip_high]; absent: 0.2, of GRPO's ratio per transition 3e-4 and 4e-4."""
@@ -73,7 +83,6 @@ class PolicyGradientOptions(AlgorithmOptions):
     """One importance weight per token, or one per transition: the product over its tokens."""
 
     def needs(self) -> frozenset[Capability]:
-        """With a KL term a reference model besides; with a target KL an engine that can stop an update there."""
         reference = {Capability.REFERENCE} if self.beta > 0 else set()
         return super().needs() | reference | ({Capability.TARGET_KL} if self.target_kl is not None else set())
 
@@ -83,17 +92,11 @@ class PolicyGradientOptions(AlgorithmOptions):
         low = 0.2 if self.clip is None else self.clip
         return low, low if self.clip_high is None else self.clip_high
 
-    @model_validator(mode="after")
-    def _no_target_for_one_step(self) -> Self:
+    def without_effect(self) -> dict[str, str]:
+        unused = {} if self.importance_cap else {"importance_level": "set importance_cap (2 is usual)."}
         if self.epochs * self.minibatches == 1:
-            self._refuse_changed(("target_kl",), "an update has one step. Set epochs or minibatches to 2 or more.")
-        return self
-
-    @model_validator(mode="after")
-    def _no_level_without_importance(self) -> Self:
-        if not self.importance_cap:
-            self._refuse_changed(("importance_level",), "set importance_cap (2 is usual).")
-        return self
+            unused["target_kl"] = "an update has one step. Set epochs or minibatches to 2 or more."
+        return unused
 
 
 class GrpoOptions(PolicyGradientOptions):
@@ -110,21 +113,20 @@ class GrpoOptions(PolicyGradientOptions):
     (GDPO, arXiv 2601.05242); 'sum': the sum within its group."""
 
     def needs(self) -> frozenset[Capability]:
-        """Groups besides, and for GDPO named rewards."""
         named = {Capability.NAMED_REWARDS} if self.normalize == "each" else set()
         return super().needs() | {Capability.GROUPS} | named
 
-    @model_validator(mode="after")
-    def _no_deviation_without_effect(self) -> Self:
-        if self.normalize == "each":
-            self._refuse_changed(("std_normalization", "epsilon"), "normalize is 'each'.")
+    def without_effect(self) -> dict[str, str]:
+        unused = super().without_effect()
         if not self.std_normalization:
-            self._refuse_changed(("epsilon",), "std_normalization is off.")
-        return self
+            unused["epsilon"] = "std_normalization is off."
+        if self.normalize == "each":
+            unused |= dict.fromkeys(("std_normalization", "epsilon"), "normalize is 'each'.")
+        return unused
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """Of a ratio per transition a thousandth of that of a ratio per token, as in GSPO."""
+        """A ratio per transition has about a thousandth of the range of a ratio per token, as in GSPO."""
         if self.ratio == "token" or self.clip is not None:
             return super().clip_range
         return 3e-4, 4e-4 if self.clip_high is None else self.clip_high
@@ -138,7 +140,6 @@ class TimeOptions(PolicyGradientOptions):
     to the next is one step; what was earned between them belongs to the first."""
 
     def takes(self) -> CreditKind | None:
-        """Which credited values it takes: across calls rewards instead of returns."""
         return CreditKind.REWARD if self.across_calls else CreditKind.RETURN
 
 
@@ -151,11 +152,9 @@ class ReinforceOptions(TimeOptions):
     """The unit that counts once in the batch's mean and deviation of the returns; 'off': neither, and the return is the
     advantage. Recorded replies are then imitated in proportion to their rewards."""
 
-    @model_validator(mode="after")
-    def _no_setting_without_effect(self) -> Self:
-        if not self.across_calls:
-            self._refuse_changed(("gamma",), "set across_calls = true, or leave time to credit.")
-        return self
+    def without_effect(self) -> dict[str, str]:
+        unused = {} if self.across_calls else {"gamma": "set across_calls = true, or leave time to credit."}
+        return super().without_effect() | unused
 
 
 class PpoOptions(TimeOptions):
@@ -175,7 +174,6 @@ class PpoOptions(TimeOptions):
     """The critic's passes over the batch in one update."""
 
     def needs(self) -> frozenset[Capability]:
-        """A critic besides."""
         return super().needs() | {Capability.CRITIC}
 
 
@@ -194,28 +192,30 @@ class DistillOptions(PolicyGradientOptions):
     at."""
 
     def needs(self) -> frozenset[Capability]:
-        """A teacher besides, of a served one the temperature of its log-probabilities, and for rewards groups."""
         groups = {Capability.GROUPS} if self.reward_weight > 0 else set()
         temperature = {Capability.UNIT_TEMPERATURE} if self.teacher_model is not None else set()
         return super().needs() | {Capability.SCORES, Capability.TEACHER} | groups | temperature
 
     def takes(self) -> CreditKind | None:
-        """Returns, where rewards count."""
         return CreditKind.RETURN if self.reward_weight > 0 else None
+
+    @property
+    def _is_served(self) -> bool:
+        return self.teacher.startswith(("http://", "https://"))
+
+    def without_effect(self) -> dict[str, str]:
+        served = () if self._is_served else ("teacher_model", "teacher_key_env")
+        return super().without_effect() | dict.fromkeys(served, "the teacher is no address of a server.")
 
     @model_validator(mode="after")
     def _named_where_served(self) -> Self:
-        if not self.teacher.startswith(("http://", "https://")):
-            self._refuse_changed(("teacher_model", "teacher_key_env"), "the teacher is no address of a server.")
-        elif self.teacher_model is None:
+        if self._is_served and self.teacher_model is None:
             raise ValueError("'teacher_model' is missing: the name of the teacher on its server.")
         return self
 
 
-class DpoOptions(BaseModel):
+class DpoOptions(Settings):
     """Better rollouts of a group made likelier than worse ones, without a reward model (arXiv 2305.18290)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     beta: float = Field(0.1, gt=0, le=100)
     """How strongly the policy is held to the initial weights: a larger one, the more."""
@@ -224,24 +224,17 @@ class DpoOptions(BaseModel):
     best and the worst."""
 
     def needs(self) -> frozenset[Capability]:
-        """The needs of DPO: groups to make pairs in, and what its loss compares."""
-        return frozenset({Capability.TOKEN_IDS, Capability.GROUPS, Capability.REFERENCE, Capability.SCORES})
-
-    def takes(self) -> CreditKind | None:
-        """Returns, which say what is better."""
-        return CreditKind.RETURN
+        return super().needs() | {Capability.GROUPS, Capability.REFERENCE, Capability.SCORES}
 
 
 class SftOptions(AlgorithmOptions):
     """Recorded replies are made more likely; needs no rewards (maximum likelihood)."""
 
     def needs(self) -> frozenset[Capability]:
-        """Recorded rollouts besides, and an engine that trains on texts."""
         return super().needs() | {Capability.DEMONSTRATIONS, Capability.RECORDED_TEXTS}
 
     def takes(self) -> CreditKind | None:
-        """None: what is imitated need not have been rewarded."""
-        return None
+        return None  # What is imitated need not have been rewarded.
 
 
 class RftOptions(AlgorithmOptions):
@@ -259,7 +252,6 @@ class RftOptions(AlgorithmOptions):
     left out."""
 
     def needs(self) -> frozenset[Capability]:
-        """Groups besides, unless a threshold says what is good."""
         return super().needs() | ({Capability.GROUPS} if self.threshold is None else set())
 
     @model_validator(mode="after")
@@ -274,7 +266,7 @@ class RftOptions(AlgorithmOptions):
         return self
 
 
-ALGORITHMS: Mapping[str, tuple[str, type[AlgorithmOptions | DpoOptions]]] = {
+ALGORITHMS: Mapping[str, tuple[str, type[Settings]]] = {
     "grpo": ("grpo.Grpo", GrpoOptions),
     "reinforce++": ("reinforce.Reinforce", ReinforceOptions),
     "ppo": ("ppo.Ppo", PpoOptions),
@@ -303,6 +295,6 @@ def register_components(register: Register) -> None:
         )
 
 
-def _build(path: str, options: AlgorithmOptions | DpoOptions) -> Algorithm:
+def _build(path: str, options: Settings) -> Algorithm:
     algorithm: Algorithm = pkgutil.resolve_name(f"agl_algorithms.{path}")(options)
     return algorithm
