@@ -1,4 +1,4 @@
-"""On-policy distillation: the policy's own replies, and a teacher's word on each of their tokens.
+"""On-policy distillation: the policy's own replies, each of their tokens scored by a teacher.
 
 Generalized knowledge distillation (arXiv 2306.13649) with the student's samples alone and the reverse KL. With the
 teacher's distribution π_T at the sampling temperature, and GRPO's advantage A_grpo of the credited return:
@@ -45,8 +45,7 @@ class Distill(PolicyGradient):
 
         Log-ratios are clamped to ±20. Metric: kl_teacher (k3 of KL(old ‖ teacher), the mean by weight).
         """
-        if logprobs.teacher_R is None:
-            raise ValueError("Distillation needs the log-probabilities of the teacher.")
+        assert logprobs.teacher_R is not None, "an algorithm with a teacher gets it"
         kl_R = kl_k3(logprobs.old_R, logprobs.teacher_R)
         advantages_R = advantages_R + log_ratio(logprobs.teacher_R, logprobs.old_R) * samples.mask_R
         return advantages_R, {"kl_teacher": (weights_R * kl_R).sum() / weights_R.sum()}

@@ -57,8 +57,7 @@ class Dpo(Algorithm):
         Metrics over pairs: loss, pair_accuracy (the share whose better rollout has the larger h), pair_margin (the mean
         Δ), and pairs, their number.
         """
-        if logprobs.reference_R is None:
-            raise ValueError("DPO needs the log-probabilities of the reference (needs_reference).")
+        assert logprobs.reference_R is not None, "needs_reference asks for it"
         better_P, worse_P = preference_pairs(samples, self.margin)
         rollouts = int(samples.rollout_N.max()) + 1
         ratio_R = (logprobs.old_R - logprobs.reference_R).masked_fill(~samples.mask_R, 0.0)
@@ -83,8 +82,8 @@ class Dpo(Algorithm):
 def preference_pairs(samples: Samples, margin: float | None) -> tuple[Tensor, Tensor]:
     """[P] the better and [P] the worse rollout of each pair, int64, by their numbers in `rollout_N`.
 
-    In each group these are every two rollouts whose returns differ by more than `margin`, or without one the best and
-    the worst. Returns that differ by rounding alone are equal. A rollout without an unmasked token is in no pair.
+    Pairs are every two rollouts of a group whose returns differ by more than `margin`, and by more than rounding;
+    without a margin, the best and the worst. A rollout without an unmasked token is in no pair.
     """
     pairs = []
     for returns in ranked_returns(samples):

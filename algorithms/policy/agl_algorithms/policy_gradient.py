@@ -81,21 +81,21 @@ class Logprobs:
     reference_R: Tensor | None = None
     """Under the initial weights; None unless the algorithm needs a reference."""
     entropy_R: Tensor | None = None
-    """The entropy of the distribution that each token is of, in nats, under the weights being trained; carries the
-    gradient. None unless the algorithm needs it."""
+    """Entropy, in nats, of each token's distribution under the weights being trained; carries the gradient. None
+    unless the algorithm needs it."""
     teacher_R: Tensor | None = None
-    """Under the algorithm's teacher; None where there is none, and in the loss."""
+    """Under the algorithm's teacher; None without one, and in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """A frozen model, with the tokens of the policy, that says how likely it finds what the policy sampled."""
+    """A frozen model, with the tokens of the policy, that scores what the policy sampled."""
 
     place: str
     """A folder or a hub name; or the base URL of a server, ending in /v1, that gives the log-probabilities of prompts
     as vLLM's completions do."""
     model: str | None = None
-    """Its name on the server; None of one that is not served."""
+    """Its name on the server; None if it is not served."""
     key_env: str | None = None
     """The environment variable with the server's key."""
 
@@ -134,11 +134,8 @@ class Algorithm(ABC):
         """
 
     def keep(self, samples: Samples, advantages_R: Tensor) -> Tensor:
-        """[N] bool: transitions with a weighted token that has an advantage; with a KL or an entropy term, or where
-        advantages come later, with any weighted token.
-
-        The others need not be computed.
-        """
+        """[N] bool: transitions worth computing, which have a weighted token with an advantage; with a KL or an entropy
+        term, or if advantages come later, any weighted token."""
         counts_R = self.weights(samples) > 0
         of_all = self.needs_reference or self.needs_entropy or self.needs_scores
         return samples.sums(counts_R if of_all else counts_R & (advantages_R != 0)) > 0
@@ -150,10 +147,10 @@ class Algorithm(ABC):
     def rescore(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """[R] the advantages of the whole batch, from log-probabilities before the update, and metrics of them.
+        """[R] advantages of the whole batch from log-probabilities before the update, and metrics of them.
 
-        Called if `needs_scores`. `advantages_R` are those of `advantages`, and the current log-probabilities are the
-        old ones. A token without a weight has log-probability 0.
+        Called if `needs_scores`. `advantages_R` come from `advantages`; current log-probabilities are the old ones, and
+        0 at tokens without a weight.
         """
         return advantages_R, {}
 
@@ -220,13 +217,11 @@ class PolicyGradient(Algorithm):
             per_token["importance_mean"] = importance_R
         loss_R = per_token["policy_loss"] = policy_R
         if self.needs_reference:
-            if logprobs.reference_R is None:
-                raise ValueError("A loss with beta > 0 needs the log-probabilities of the reference (needs_reference).")
+            assert logprobs.reference_R is not None, "needs_reference asks for it"
             kl_R = per_token["kl_reference"] = kl_k3(logprobs.current_R, logprobs.reference_R)
             loss_R = loss_R + self.options.beta * kl_R
         if self.needs_entropy:
-            if logprobs.entropy_R is None:
-                raise ValueError("A loss with entropy > 0 needs the policy's entropy at each token (needs_entropy).")
+            assert logprobs.entropy_R is not None, "needs_entropy asks for it"
             loss_R = loss_R - self.options.entropy * logprobs.entropy_R
         loss, metrics = weighted(loss_R, per_token, weights_R)
         metrics["ratio_max"] = torch.where(weights_R > 0, ratio_R, 0.0).max().detach()
@@ -273,8 +268,8 @@ def token_weights(samples: Samples, aggregation: Aggregation) -> Tensor:
 
 
 def count_rollouts(samples: Samples, taking_part_N: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Of the transitions in `taking_part_N`: [N] how many each one's rollout has, [N] how many rollouts with one each
-    one's group has, both float64; and the groups with one."""
+    """[N] float64 the transitions in `taking_part_N` of each one's rollout, [N] float64 the rollouts with such a
+    transition of each one's group, and the number of groups with one."""
     group_N, groups = _dense(samples.group_N)
     rollout_N, rollouts = _dense(samples.rollout_N)
     turns = segment_sum(taking_part_N.to(torch.float64), rollout_N, rollouts)
@@ -284,10 +279,9 @@ def count_rollouts(samples: Samples, taking_part_N: Tensor) -> tuple[Tensor, Ten
 
 
 def ranked_returns(samples: Samples) -> list[dict[int, float]]:
-    """Of each group its rollouts, by their numbers in `rollout_N`, with their returns, the best first.
+    """For each group: rollout number → return, best first, equal ones by number.
 
-    A rollout's return is the mean of its credited values; of equal ones the first comes first. Transitions without an
-    unmasked token do not count, nor do rollouts without another.
+    A return is the mean of a rollout's credited values, over transitions with an unmasked token.
     """
     groups: dict[int, dict[int, list[float]]] = {}
     columns = (samples.group_N, samples.rollout_N, samples.values_N, samples.sums(samples.mask_R) > 0)

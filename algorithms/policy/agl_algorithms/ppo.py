@@ -43,8 +43,7 @@ class Ppo(PolicyGradient):
 
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
         """[R] advantages of unmasked tokens, 0 at masked ones; `values_R` are the critic's before each token."""
-        if values_R is None:
-            raise ValueError("PPO needs the critic's values (needs_critic).")
+        assert values_R is not None, "needs_critic asks for them"
         advantage_R = self._gae(samples, values_R) * samples.mask_R
         if self.options.whitening != "off":
             advantage_R = whitened(advantage_R, samples, self.options.whitening)

@@ -25,10 +25,10 @@ from agl_core.types import Batch, DropReason
 
 @dataclass(frozen=True, slots=True)
 class ValueTraining:
-    """The training data of a critic, each [R]."""
+    """The training data of a critic."""
 
     values_R: Tensor
-    """The critic's values before the update."""
+    """Before the update."""
     targets_R: Tensor
     weights_R: Tensor
     """Before corrections; 0 at every token of a transition that is not trained on."""
@@ -59,7 +59,7 @@ class Prepared:
         return cls(usable.batch, samples, nothing, nothing, usable.places, np.zeros(0, dtype=np.int64), usable.dropped)
 
     def without(self, broken: NDArray[np.int64]) -> Prepared:
-        """The same if these of the M transitions were not finite, in an optimizer step or before."""
+        """The same, with these of the M transitions dropped as not finite."""
         dropped = list(self.dropped)
         for i in self.usable[broken]:
             dropped[i] = DropReason.NON_FINITE
@@ -69,8 +69,8 @@ class Prepared:
         return replace(self, weights_R=weights_R, trained=trained, dropped=tuple(dropped))
 
     def rescored(self, algorithm: Algorithm, logprobs: Logprobs) -> tuple[Prepared, dict[str, float]]:
-        """The same with the advantages that the algorithm makes of log-probabilities before the update, and its
-        metrics of them. A transition with an advantage that is not finite is dropped."""
+        """The same with the algorithm's advantages from log-probabilities before the update, and its metrics of them;
+        transitions with an advantage that is not finite are dropped."""
         advantages_R, measured = algorithm.rescore(self.samples, logprobs, self.advantages_R, self.weights_R)
         broken_M = self.samples.sums(~torch.isfinite(advantages_R) & (self.weights_R > 0)) > 0
         rescored = replace(self, advantages_R=torch.where(torch.isfinite(advantages_R), advantages_R, 0.0))
@@ -78,14 +78,14 @@ class Prepared:
         return rescored.without(np.flatnonzero(broken_M.cpu().numpy()).astype(np.int64)), metrics
 
     def corrected(self, weights_R: Tensor) -> Tensor:
-        """[R] weights of the policy's or the value loss, each transition's multiplied by its correction."""
+        """[R] weights of the policy's or the value loss, multiplied by each transition's correction."""
         return self._scaled(weights_R, _corrections(self.batch, weights_R))
 
     def step_weights(self, weights_R: Tensor, steps: Sequence[NDArray[np.int64]]) -> Tensor:
-        """[R] the weights with which each of the optimizer steps `steps` (its transitions) trains; 0 elsewhere.
+        """[R] token weights in optimizer steps, each given by its transitions; 0 elsewhere.
 
-        Before corrections a step weighs as much as the whole batch. The corrections come after that, so a transition
-        with correction 0.1 counts a tenth of its part of a step, whatever else is in the step.
+        Before corrections a step weighs as much as the whole batch. Corrections come after that, so a transition with
+        correction 0.1 counts a tenth of its part of a step, whatever else is in the step.
         """
         weight_M = self.samples.sums(weights_R)
         factor_M = torch.zeros_like(weight_M)
@@ -97,15 +97,15 @@ class Prepared:
     def result(
         self, version: int, metrics: Mapping[str, float], old_R: Tensor | None = None, precision: str = "float32"
     ) -> UpdateResult:
-        """The result for all N transitions; `old_R` are training's log-probabilities before the update, if known."""
+        """The result for all N transitions; `old_R` are training's log-probabilities before the update."""
         logprobs_N: list[NDArray[np.float32] | None] = [None] * len(self.dropped)
         if old_R is not None:
-            # One that was not computed, or is not finite, is as far from what was sampled as can be.
+            # A log-probability that is missing or not finite is as far from the sampled one as can be.
             known_R = torch.where(torch.isfinite(old_R), old_R, -torch.inf)
             shown_R = known_R.masked_fill(self.weights_R <= 0, torch.nan).cpu().to(torch.float32).numpy()
             for i, place in zip(self.trained, self.usable[self.trained], strict=True):
                 start, end = self.batch.response_offsets[i : i + 2]
-                logprobs_N[place] = shown_R[start:end].copy()  # A view would take all along to the run's process.
+                logprobs_N[place] = shown_R[start:end].copy()  # A view would be pickled with the whole array.
         advantage_N, weight_N = np.zeros(len(self.dropped)), np.zeros(len(self.dropped))
         advantage_N[self.usable] = self._advantage_M()
         weight_N[self.usable] = self.samples.sums(self.corrected(self.weights_R)).cpu().numpy()
@@ -128,8 +128,7 @@ class Prepared:
 
         - logprob_gap_max: the largest difference;
         - prob_gap_mean, prob_sampled_mean, prob_trained_mean: the mean difference of the tokens' probabilities, and
-          the means of both. Only tokens that `version`, the weights before the update, has sampled count: equal
-          weights have equal probabilities. Absent if there are none.
+          both means, over the tokens that `version`, the weights before the update, sampled; absent without any.
         """
         # A skipped step leaves tokens that were not computed, and the probabilities of recorded texts are not known.
         known_R = (self.weights_R > 0) & torch.isfinite(old_R) & torch.isfinite(self.samples.behaviour_R)
@@ -178,8 +177,7 @@ def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torc
 def prepare(usable: Usable, samples: Samples, algorithm: Algorithm, values_R: Tensor | None = None) -> Prepared:
     """Ask the algorithm for advantages and weights; `values_R` are the critic's, if it needs one.
 
-    Transitions whose advantage or weight is not finite, and those that the algorithm does not need, are dropped with
-    the reason.
+    Transitions with an advantage or weight that is not finite, and those that the algorithm does not keep, are dropped.
     """
     if not len(usable.places):
         return Prepared.of_nothing(usable, samples)
@@ -234,10 +232,8 @@ def lineages(batch: Batch, chosen: NDArray[np.int64]) -> list[NDArray[np.int64]]
     of a chain, each response with its own advantage and weights. Sub-agents, edited histories and summaries begin new
     chains.
 
-    A transition continues the chain whose prompt and response are exactly the beginning of its prompt; the longest such
-    chain if there are several. What a chain continues with is one transition: the next sibling begins another chain.
-
-    A chain is of one rollout, so of one optimizer step (`minibatches`), and of one temperature.
+    A transition continues the longest chain whose prompt and response are exactly the beginning of its prompt. The next
+    sibling begins another chain. A chain has one rollout, so one optimizer step (`minibatches`), and one temperature.
     """
     lengths_N = np.diff(batch.offsets)
     chains: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The attention of the models that are sampled and trained here: transformers' own, and what it does not have.
+"""Attention of the models that are sampled and trained here: transformers' own, and two ways that it lacks.
 
 - Over cached keys, query heads of a group share keys and values without a copy for each: transformers repeats them
   where there is a mask, and over a long cache that copy costs more than the attention.
@@ -27,7 +27,7 @@ NAME = "agl"
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Tokens of a prefix tree that follow each other. They see the tokens of `seen`, and themselves causally."""
+    """Consecutive tokens of a prefix tree, which see the tokens of `seen`, and themselves causally."""
 
     start: int
     end: int
@@ -49,14 +49,13 @@ class _Pieces:
     """
 
     queries: list[int]
-    """How many tokens each branch has."""
+    """Tokens of each branch."""
     keys: list[int]
-    """How many tokens each piece has."""
+    """Tokens of each piece."""
     seen: list[list[int]]
-    """For each branch the pieces that it sees, itself included."""
+    """The pieces that each branch sees, itself included."""
     mask: Callable[[int, int, int], Tensor]
-    """[1, 1, group · new, seen + new] additive, for the query heads of a group: made once for all layers and branches
-    of these sizes."""
+    """[1, 1, group · new, seen + new] additive, for the query heads of a group; made once for all layers."""
 
 
 def use(model: Any) -> None:

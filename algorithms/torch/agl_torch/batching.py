@@ -51,23 +51,23 @@ _PROBED_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds of a forward pass."""
+    """Bounds of a forward pass."""
 
     tokens: int
     """Pads included; a transition that is longer goes alone."""
     vocabulary: int
-    """Numbers that the output layer makes of each response token."""
+    """Outputs for each response token."""
     hidden_size: int | None
-    """The model's: from it follows when sharing a prefix pays. None: its attention cannot follow branches."""
+    """Decides when sharing a prefix pays. None: the model's attention cannot follow branches."""
 
     @property
     def responses(self) -> int:
-        """Response tokens of one pass."""
+        """Most response tokens."""
         return max(1, LOGITS_PER_MICRO_BATCH // self.vocabulary)
 
     @classmethod
     def of(cls, model: Any, tokens: int) -> Limits:
-        """Of a causal LM that sees all earlier tokens, as the sampler makes sure, for passes of so many tokens."""
+        """For a causal LM that sees all earlier tokens, as the sampler makes sure."""
         vocabulary, hidden_size = model.get_output_embeddings().weight.shape
         return cls(tokens, vocabulary, hidden_size if follows_branches(model) else None)
 
@@ -85,15 +85,13 @@ class MicroBatch:
     depth_BL: Tensor | None
     """Position ids; None where no tree branches: they are then 0, 1, …"""
     branches: tuple[Branch, ...]
-    """Of the one row, in order; none where no tree branches."""
+    """Those of the single row, in order; none where no tree branches."""
     row_R: Tensor
-    """[R] int64: the row whose hidden state predicts the response token,"""
     column_R: Tensor
-    """[R] int64: and where in it."""
+    """[R] int64: row and column of the hidden state that predicts the response token."""
     targets_R: Tensor
     """[R] int64: the response tokens."""
     temperature_R: Tensor
-    """[R] float32."""
     tokens: int
     """Prompt and response tokens of all transitions together."""
 
@@ -106,7 +104,7 @@ class TokenScores(NamedTuple):
     entropy_R: Tensor
     """[R] of the distribution over all that is allowed, in nats; carries the gradient if that was asked for."""
     is_top_R: Tensor
-    """[R] bool: no token is more likely."""
+    """[R] bool: True where no token is more likely."""
 
 
 def micro_batches(
@@ -176,14 +174,11 @@ def _lay_out(batch: Batch, trees: Sequence[Tree], device: torch.device) -> Micro
 def score(
     model: Any, micro: MicroBatch, packed_RW: Tensor | None = None, *, entropy_gradient: bool = False
 ) -> TokenScores:
-    """Log-probability and entropy of each response token, among those that `packed_RW` allows (`grammars.unpack`).
+    """Scores of each response token among those that `packed_RW` allows (`grammars.unpack`).
 
-    The entropy's gradient costs as many logits again, so it is there only where a loss needs it.
-
-    Hidden states are selected before the output layer, so logits exist at response positions only. Where there are
-    many, they exist for a part of the positions at a time, and once more in the backward pass: a large vocabulary
-    then costs little memory. That takes the output layer alone; a model whose own forward changes the logits
-    afterwards (scaling, capping) gets its logits whole.
+    `entropy_gradient` costs as many logits again. Logits exist at response positions only. Many of them exist for a
+    part of the positions at a time, and once more in the backward pass: a large vocabulary then costs little memory. A
+    model whose forward changes the logits after the output layer (scaling, capping) gets its logits whole.
     """
     head = model.get_output_embeddings()
     part = LOGITS_AT_ONCE // head.weight.shape[0]
@@ -228,13 +223,13 @@ def _scores(
     target_R = logits_RV.gather(-1, targets_R[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         shifted_RV = logits_RV - normalizer_R[:, None]
-        # What is forbidden has probability 0 and log-probability -inf: bounded, it adds 0 to sum and gradient.
+        # A forbidden token has probability 0 and log-probability -inf: bounded, it adds 0 to sum and gradient.
         entropy_R = -(shifted_RV.exp() * shifted_RV.clamp(min=torch.finfo(shifted_RV.dtype).min)).sum(-1)
     return TokenScores(target_R - normalizer_R, entropy_R, target_R.detach() >= logits_RV.detach().amax(-1))
 
 
 def read_values(backbone: Any, head: Any, micro: MicroBatch) -> Tensor:
-    """[R] what `head` makes of the hidden states that predict the response tokens: one number each."""
+    """[R] the scalar output of `head` for the hidden states that predict the response tokens."""
     hidden = backbone(**_inputs(micro, backbone.dtype)).last_hidden_state
     selected = hidden[micro.row_R, micro.column_R]
     values: Tensor = head(selected.to(head.weight.dtype))
@@ -256,17 +251,17 @@ times as much."""
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The tokens of n transitions, shared prefixes once. L counts its tokens."""
+    """The L tokens of n transitions, shared prefixes once."""
 
     transitions_n: NDArray[np.int64]
-    """[n] places in the batch."""
+    """[n] indices in the batch."""
     tokens_L: NDArray[np.int64]
     depth_L: NDArray[np.int64]
     """[L] the position of each token in its transition."""
     branches: tuple[Branch, ...]
-    """They cover the tokens in order; a single path is one branch."""
+    """In the order of the tokens; a single path is one branch."""
     paths_n: tuple[NDArray[np.int64], ...]
-    """n × [its length] where the tokens of each transition are."""
+    """n × [its length] indices of each transition's tokens."""
 
     def __len__(self) -> int:
         return len(self.tokens_L)
@@ -278,9 +273,8 @@ class Tree:
 
 
 def plan_trees(batch: Batch, chosen: NDArray[np.int64], limits: Limits) -> list[NDArray[np.int64]]:
-    """Which of the `chosen` transitions make one tree, each in the order of its paths.
-
-    A tree is within the limits of a pass, unless it is one transition.
+    """The `chosen` transitions in trees, each in the order of its paths and within the limits, unless it is one
+    transition.
 
     Transitions that continue each other are a chain, which costs what its last one does. A chain branches off the tree
     before it if that costs less than computing the whole chain apart.
@@ -311,7 +305,7 @@ def plan_trees(batch: Batch, chosen: NDArray[np.int64], limits: Limits) -> list[
 
 
 def grow(batch: Batch, transitions: NDArray[np.int64]) -> Tree:
-    """The tree of these transitions, which must be in the order that `plan_trees` gave them."""
+    """The tree of these transitions, in the order of `plan_trees`."""
     tokens: list[NDArray[np.int32]] = []
     depths: list[NDArray[np.int64]] = []
     paths: list[NDArray[np.int64]] = []
@@ -348,10 +342,8 @@ def _runs(places: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
 
 
 def _by_prefix(batch: Batch, chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], Sequence[int]]:
-    """The chosen transitions in the order of their tokens, and how many tokens each shares with the one before.
-
-    In this order no transition shares more with any earlier one than with the last.
-    """
+    """The chosen transitions in the order of their tokens, and how many tokens each shares with the one before, which
+    is the most that it shares with any earlier one."""
     keys = [_ids(batch, int(row)).astype(">u4").tobytes() for row in chosen]  # Big-endian bytes compare as the ids do.
     order = chosen[np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)]
     ids = [_ids(batch, int(row)) for row in order]
@@ -363,17 +355,15 @@ def _ids(batch: Batch, row: int) -> NDArray[np.int32]:
 
 
 def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens both begin with."""
+    """The length of the common prefix."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length
 
 
 def _pays(shared: int, length: int, hidden_size: int | None) -> bool:
-    """True if a path of `length` tokens is cheaper as a branch that shares its first ones than apart.
-
-    The tokens that it spares are compared with what a branch costs; what both take for attention differs little.
-    """
+    """True if a path of `length` tokens is cheaper as a branch that shares its first ones than apart: it spares more
+    tokens than a branch costs. Attention takes about the same in both."""
     if hidden_size is None:
         return False
     return shared > COPYING * (length - shared) / hidden_size + BRANCHING / hidden_size**2
@@ -387,17 +377,15 @@ def device_memory(device: torch.device) -> int:
 
 
 def tokens_per_pass(model: Any, device: torch.device) -> int:
-    """How many tokens a training pass may have: those whose activations take the share of memory meant for them."""
+    """The tokens of a training pass whose activations take the share of memory meant for them."""
     if device.type == "cuda":
         return max(1, int(ACTIVATIONS_ON_GPU * device_memory(device) / activation_bytes(model, device)))
     return max(1, min(TOKENS_ON_CPU, int(ACTIVATIONS_ON_CPU / activation_bytes(model, device))))
 
 
 def activation_bytes(model: Any, device: torch.device) -> float:
-    """The bytes per token that a training pass keeps for the backward pass, without logits; measured on a few tokens.
-
-    Weights do not count, and what several operations keep counts once.
-    """
+    """Bytes per token kept for the backward pass, without logits and weights, measured on a few tokens; a tensor that
+    several operations keep counts once."""
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: dict[int, Tensor] = {}
 

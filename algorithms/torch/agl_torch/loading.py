@@ -32,7 +32,7 @@ _BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The weights of one policy, ready to sample and to train, and what is needed to talk to them."""
+    """The weights of one policy, ready to sample and to train, and their tokenizer."""
 
     model: Any
     """A Hugging Face causal LM in eval mode; wrapped by peft if the policy trains a LoRA adapter."""
@@ -42,34 +42,30 @@ class LoadedModel:
     eos_ids: frozenset[int]
     """Every token id that ends a response."""
     context_length: int
-    """Prompt and response together can have this many tokens."""
+    """Tokens of prompt and response together."""
 
     @property
     def has_adapter(self) -> bool:
-        """True if it is wrapped by peft and only its adapter is trained."""
+        """Only the adapter is trained."""
         return hasattr(self.model, "peft_config")
 
     @property
     def size(self) -> int:
-        """How many weights it has."""
+        """Number of weights."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """Of its replies."""
         return Grammars(self.tokenizer, self.eos_ids, self.vocabulary)
 
     @property
     def vocabulary(self) -> int:
-        """How many ids the model gives a probability to."""
+        """Number of ids that the model gives a probability to."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
 
 class Bases:
-    """The models that adapters are put on: each is loaded once, and everything above it has the same frozen tensors.
-
-    Policies, and critics, that adapt the same weights in the same dtype so cost one base and an adapter each.
-    """
+    """Models below adapters, each loaded once: policies and critics on the same weights share its frozen tensors."""
 
     def __init__(self) -> None:
         self._loaded: dict[tuple[str, str, bool, torch.device], LoadedModel] = {}
@@ -88,9 +84,9 @@ class Bases:
 def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases | None = None) -> LoadedModel:
     """Load one policy; `seed` makes the adapter's initial weights, `bases` are shared with other adapters.
 
-    It stays in eval mode, in updates too: whatever noise its pretraining had, the weights being trained are the weights
-    that sample. With dtype auto, float16 weights are loaded as bfloat16 on a GPU and as float32 on a
-    CPU, since training in float16 overflows; and bfloat16 weights as float32 on a CPU that does not multiply bfloat16.
+    The model stays in eval mode, in updates too: the weights being trained are the weights that sample, without the
+    noise of pretraining. With dtype auto, float16 weights become bfloat16 on a GPU and float32 on a CPU, since training
+    in float16 overflows; bfloat16 weights become float32 on a CPU that does not multiply bfloat16.
 
     Raises EngineError if the folder or hub name cannot be read, the weights are incomplete, there is no chat
     template, the tokenizer does not fit the model, or a saved adapter was trained on other weights.
@@ -107,9 +103,8 @@ def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases |
 
 
 def _load(spec: PolicySpec, device: torch.device) -> LoadedModel:
-    """The weights as they are saved, without an adapter."""
     try:
-        cached_file(spec.model, "config.json")  # Of an unreachable hub, hear it once, not once for every file.
+        cached_file(spec.model, "config.json")  # An unreachable hub is reported once, not once for every file.
         tokenizer = load_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             spec.model,
@@ -170,10 +165,7 @@ def _dtype(spec: PolicySpec, device: torch.device) -> torch.dtype | str:
 
 
 def multiplies_bfloat16() -> bool:
-    """True if the processor has instructions for it; torch computes it by way of float32 else, which is slower.
-
-    torch versions that do not know the processor are taken to have none.
-    """
+    """True if torch knows that the processor has instructions for it; otherwise it goes by way of float32, slower."""
     known: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(known.get(name) for name in _BFLOAT16)
 
@@ -182,7 +174,7 @@ def _with_adapter(model: Any, lora: LoraSection, spec: PolicySpec, seed: int) ->
     from peft import LoraConfig, get_peft_model
 
     check_targets(model, lora.targets)
-    # The adapter and its model card are saved with this name; where the base is on this machine is of no use elsewhere.
+    # Saved with the adapter and its model card: the base's folder on this machine is of no use elsewhere.
     model.name_or_path = model.config.name_or_path = spec.name or spec.model
     config = LoraConfig(
         r=lora.rank,
@@ -227,7 +219,7 @@ def fingerprint(model: Any) -> str:
 
 
 def check_base(adapter: Path, model: Any, name: str) -> None:
-    """EngineError if a saved adapter was trained on other weights than the model's, where anything says on which."""
+    """EngineError if a saved adapter has the fingerprint of other weights than the model's."""
     try:
         recorded = json.loads((adapter / BASE_FILE).read_text(encoding="utf-8")).get("fingerprint")
     except FileNotFoundError:
@@ -246,7 +238,7 @@ def _context_length(config: Any, tokenizer: Any) -> int:
     lengths = [getattr(text, "max_position_embeddings", None), tokenizer.model_max_length]
     rope = getattr(text, "rope_parameters", None) or {}
     for parameters in (rope, *rope.values()):
-        # Beyond this length other frequencies hold, for all rows of a pass: a row would depend on its neighbours.
+        # Beyond this length all rows of a pass get other frequencies: a row would depend on its neighbours.
         if isinstance(parameters, Mapping) and parameters.get("rope_type") == "longrope":
             lengths.append(parameters["original_max_position_embeddings"])
     known = [int(length) for length in lengths if length is not None and 0 < length < 10**9]

@@ -5,33 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from agl_chat.backends import Generated, Request
 from agl_core.errors import EngineError
 from agl_torch.sampler import Sampler
 
-_log = logging.getLogger(__name__)
+Work: TypeAlias = tuple[Sampler, Request] | Callable[[], Any]
+"""A request and its sampler, or a job to run while nothing is being sampled."""
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    work: tuple[Sampler, Request] | Callable[[], Any]
-    """What to sample and where, or a job to run while nothing is being sampled."""
-    future: Future[Any]
+_log = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Drives the samplers of an engine, one per model, from one thread.
+    """Drives the samplers of an engine from one thread.
 
     Requests that arrived before an exclusive job are answered before it runs; later ones wait until it is over. So a
-    job may change weights, and no response sees two versions of them. `lost` gets the reason if an error ends the
-    thread, and ends the process: nothing would be answered any more.
+    job may change weights, and no response sees two versions of them. `samplers`, by model, may change meanwhile: a
+    model that goes answers what it was asked before. `lost` gets the reason if an error ends the thread, and ends the
+    process: nothing would be answered any more.
 
         loop = EngineLoop({"default": sampler}, host.lost)
         loop.start()
@@ -40,11 +35,11 @@ class EngineLoop:
     """
 
     def __init__(self, samplers: Mapping[str, Sampler], lost: Callable[[str], object]) -> None:
-        self._samplers, self._lost = dict(samplers), lost
-        self._inbox: deque[_Message] = deque()
+        self._samplers, self._lost = samplers, lost
+        self._inbox: deque[tuple[Work, Future[Any]]] = deque()
         self._wake = threading.Condition()
         self._futures: dict[tuple[Sampler, str], Future[Generated]] = {}
-        """Of what is being sampled, by sampler and request id."""
+        """By sampler and request id."""
         self._thread = threading.Thread(target=self._run, name="agl-torch", daemon=True)
 
     def start(self) -> None:
@@ -65,29 +60,10 @@ class EngineLoop:
         """Run a function on the tensor thread while nothing is being sampled; it runs to its end in any case."""
         return self._post(job)
 
-    def add(self, name: str, sampler: Sampler) -> None:
-        """Answer by one more model."""
-        self._samplers = {**self._samplers, name: sampler}  # The thread may be going through the ones before.
-
-    def remove(self, name: str) -> None:
-        """Answer by a model no more, but what it was asked before."""
-        self._samplers = {other: sampler for other, sampler in self._samplers.items() if other != name}
-
-    def counters(self) -> Counter[str]:
-        """Those of all samplers together."""
-        totals = Counter[str]()
-        for sampler in self._samplers.values():
-            totals.update(sampler.counters)
-        return totals
-
-    @property
-    def cache_nbytes(self) -> int:
-        return sum(sampler.cache_nbytes for sampler in self._samplers.values())
-
-    def _post(self, work: tuple[Sampler, Request] | Callable[[], Any]) -> Future[Any]:
+    def _post(self, work: Work) -> Future[Any]:
         future: Future[Any] = Future()
         with self._wake:
-            self._inbox.append(_Message(work, future))
+            self._inbox.append((work, future))
             self._wake.notify()
         return future
 
@@ -97,7 +73,7 @@ class EngineLoop:
         try:
             while True:
                 while (message := self._next_message()) is not None:
-                    self._do(message)
+                    self._do(*message)
                 for sampler in self._in_use():
                     self._step(sampler)
         except BaseException as error:
@@ -105,25 +81,22 @@ class EngineLoop:
             self._lost(f"The thread that samples and trains ended by {type(error).__name__}: {error}")
 
     def _in_use(self) -> list[Sampler]:
-        """The samplers of all models, and of removed ones those that still have to answer."""
-        return [*dict.fromkeys([*self._samplers.values(), *(sampler for sampler, _ in self._futures)])]
+        """The samplers of all models, and those of models that are gone and still have to answer."""
+        samplers = list(self._samplers.values())  # One operation, since another thread may add or remove some.
+        return list(dict.fromkeys([*samplers, *(sampler for sampler, _ in self._futures)]))
 
-    def _next_message(self) -> _Message | None:
-        """The next message in order, unless it is a job that has to wait; None as long as there is something to sample.
-
-        Waits while there is nothing to do.
-        """
+    def _next_message(self) -> tuple[Work, Future[Any]] | None:
+        """The next message; None if sampling has to go on first. Waits while there is nothing to do."""
         with self._wake:
             while True:
                 busy = not all(sampler.idle for sampler in self._in_use())
-                if self._inbox and (isinstance(self._inbox[0].work, tuple) or not busy):
+                if self._inbox and (isinstance(self._inbox[0][0], tuple) or not busy):
                     return self._inbox.popleft()
                 if busy:
                     return None
                 self._wake.wait()
 
-    def _do(self, message: _Message) -> None:
-        work, future = message.work, message.future
+    def _do(self, work: Work, future: Future[Any]) -> None:
         try:
             if isinstance(work, tuple):
                 sampler, request = work

@@ -17,21 +17,19 @@ class PolicyOptimizer:
     """AdamW with settings as in the configuration.
 
     A bfloat16 weight keeps about three decimal digits, so a small step would round to nothing: such weights have a
-    float32 master, which takes over its gradient in each backward pass, and the step.
-
-    `training_steps` is how many the run has: what a schedule of the step size ends with.
+    float32 master, which takes over its gradient in each backward pass, and the step. A schedule of the step size ends
+    after `training_steps`.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], settings: OptimizerSection, *, training_steps: int = 0) -> None:
         self.settings = settings
         self.steps = 0
         self.training_step = 0
-        """The run's, from 1: what the schedule goes by, whether or not every step had a batch."""
+        """The run's step, from 1; the schedule goes by it, whether or not every step had a batch."""
         self.training_steps = training_steps
         self._weights = list(weights)
         self._masters: list[Tensor] = [_master(weight) for weight in self._weights]
         self._pairs = [(w, m) for w, m in zip(self._weights, self._masters, strict=True) if w is not m]
-        """Each low-precision weight and its master."""
         for weight, master in self._pairs:
             gather: Any = functools.partial(_gather, master)
             weight.register_post_accumulate_grad_hook(gather)  # type: ignore[no-untyped-call]
@@ -43,8 +41,8 @@ class PolicyOptimizer:
             tensor.grad = None
 
     def step(self) -> float | None:
-        """Clip, step, forget the gradients. The gradient's norm before clipping; None if it is not finite: nothing
-        changed."""
+        """Clip, step and forget the gradients; the gradient's norm before clipping, None if it is not finite and
+        nothing changed."""
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self.settings.max_grad_norm))
         if not math.isfinite(grad_norm):
             self.discard()
@@ -61,7 +59,7 @@ class PolicyOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step: it grows linearly over the warm-up, and follows the schedule."""
+        """The size of the next step: it grows linearly over the warm-up, and follows the schedule."""
         settings, rate = self.settings, self.settings.learning_rate
         assert rate is not None, "the trainer chooses one"
         share = rate_share(
@@ -74,7 +72,7 @@ class PolicyOptimizer:
         return rate * share
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on besides the weights; tensors and plain values only."""
+        """All that the next step depends on besides the weights; tensors and plain values only."""
         return {
             "adamw": self._adamw.state_dict(),
             "steps": self.steps,

@@ -1,6 +1,6 @@
-"""What the engine process does (`agl_torch.__main__` starts it).
+"""The engine process, which `agl_torch.__main__` starts.
 
-`Policies` has the weights, trainer and sampler of each policy; `ServedPolicies` is what the run may ask of them.
+`Policies` has the weights, trainer and sampler of each policy; `TorchServer` is what the run may ask of them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import logging
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with host.starting():
         host.stage("loading the weights")
-        engine = ServedPolicies(host)
+        engine = TorchServer(host)
     host.serve(engine)
 
 
@@ -68,46 +69,72 @@ class Policy:
     trainer: PolicyTrainer
     sampler: Sampler
     algorithm: Algorithm | None
-    """None of a policy that is only served."""
+    """None if the policy is only served."""
     teacher: LoadedModel | ServedTeacher | None
-    """The teacher that the algorithm wants."""
 
 
 class Policies:
-    """All policies of the process. Every method runs on the tensor thread, while nothing is being sampled.
+    """The policies of the context, each with its own seed and share of the cache; adapters share their bases.
 
-    Each has its own share of the cache and its own seed; adapters share their bases.
+    `update`, `logprobs`, `save` and `load` run on the tensor thread, while nothing is being sampled.
     """
 
     def __init__(self, options: TorchOptions, context: EngineContext) -> None:
         if context.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.manual_seed(context.seed)
-        share, bases = 1 / max(1, len(context.policies)), Bases()
-        self.bases, plugins = bases, Plugins.load(context.plugin_files)
+        self._options, self._device, self._bases = options, choose_device(options.device), Bases()
+        self._deterministic, self._steps = context.deterministic, context.steps
+        plugins, share = Plugins.load(context.plugin_files), 1 / max(1, len(context.policies))
         self.policies: dict[str, Policy] = {}
         for seed, (name, spec) in enumerate(context.policies.items(), context.seed):
-            loaded = _load(spec, options, choose_device(options.device), seed, bases)
-            sampler = _make_sampler(loaded, options, share, deterministic=context.deterministic)
-            trainer = _make_trainer(loaded, spec, options, context.steps, seed, bases)
+            loaded, sampler = self.load_served(spec, share, seed)
+            trainer = self._trainer(loaded, spec, seed)
             algorithm = build_algorithm(plugins, spec.algorithm, spec.algorithm_options) if spec.algorithm else None
             teacher = None
             if algorithm is not None and algorithm.needs_scores and algorithm.teacher is not None:
-                teacher = load_teacher(algorithm.teacher, spec, loaded, bases)
+                teacher = load_teacher(algorithm.teacher, spec, loaded, self._bases)
             self.policies[name] = Policy(loaded, trainer, sampler, algorithm, teacher)
-        self.threads = options.threads or torch.get_num_threads()
-        """Of training."""
-        largest = max((policy.loaded.size for policy in self.policies.values()), default=0)
-        self._sampling_threads = 1 if options.threads is None and largest < TINY else self.threads
+        self._threads = options.threads or torch.get_num_threads()
+        is_tiny = all(policy.loaded.size < TINY for policy in self.policies.values())
+        self._sampling_threads = 1 if options.threads is None and is_tiny else self._threads
         torch.set_num_threads(self._sampling_threads)
-
-    @property
-    def context_length(self) -> int:
-        return min((policy.loaded.context_length for policy in self.policies.values()), default=0)
 
     @property
     def versions(self) -> dict[str, int]:
         return {name: policy.sampler.version for name, policy in self.policies.items()}
+
+    def load_served(self, spec: PolicySpec, share: float, seed: int = 0) -> tuple[LoadedModel, Sampler]:
+        """A policy's model and sampler, within the context and the `share` of the cache that the settings allow.
+
+        EngineError if it cannot be loaded, or the cache holds no reply.
+        """
+        options, loaded = self._options, load_model(spec, self._device, seed, self._bases)
+        loaded = replace(
+            loaded, context_length=min(loaded.context_length, options.max_context or loaded.context_length)
+        )
+        cache = CACHE * device_memory(self._device) if options.cache_mib is None else options.cache_mib * 2**20
+        try:
+            return loaded, Sampler(
+                loaded,
+                cache_bytes=int(share * cache),
+                max_rows=options.max_rows,
+                deterministic=self._deterministic,
+            )
+        except EngineError as error:
+            raise EngineError(f"{error} Raise engine.torch.cache_mib, or lower engine.torch.max_context.") from error
+
+    def _trainer(self, loaded: LoadedModel, spec: PolicySpec, seed: int) -> PolicyTrainer:
+        options = self._options
+        return PolicyTrainer(
+            loaded,
+            OptimizerSection.model_validate(dict(spec.optimizer)),
+            steps=self._steps,
+            tokens_per_micro_batch=options.tokens_per_micro_batch or tokens_per_pass(loaded.model, loaded.device),
+            gradient_checkpointing=options.gradient_checkpointing,
+            seed=seed,
+            initial=lambda: load_model(spec, loaded.device, seed, self._bases),
+        )
 
     def update(self, policy: str, batch: Batch, progress: Progress) -> UpdateResult:
         trained = self._policy(policy)
@@ -126,7 +153,6 @@ class Policies:
             trained.sampler.new_version(trained.trainer.version)
 
     def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
-        """Of a batch's response tokens, under the weights as they are."""
         with self._all_threads():
             return self._policy(policy).trainer.logprobs(batch)
 
@@ -144,9 +170,13 @@ class Policies:
             raise EngineError(f"There is no policy '{name}'. {nearest(name, self.policies)}")
         return self.policies[name]
 
+    def sample_on_all_threads(self) -> None:
+        self._sampling_threads = self._threads
+        torch.set_num_threads(self._threads)
+
     @contextmanager
     def _all_threads(self) -> Iterator[None]:
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(self._threads)
         try:
             yield
         finally:
@@ -209,110 +239,72 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda", 0) if available and wanted != "cpu" else torch.device("cpu")
 
 
-def _load(spec: PolicySpec, options: TorchOptions, device: torch.device, seed: int, bases: Bases) -> LoadedModel:
-    """A policy's model, with the context that the settings allow."""
-    loaded = load_model(spec, device, seed, bases)
-    return replace(loaded, context_length=min(loaded.context_length, options.max_context or loaded.context_length))
-
-
-def _chat_of(name: str, loaded: LoadedModel) -> ModelServer:
-    return ModelServer(name, ChatText(loaded.tokenizer, loaded.eos_ids), loaded.context_length)
-
-
-def _make_trainer(
-    loaded: LoadedModel, spec: PolicySpec, options: TorchOptions, steps: int, seed: int, bases: Bases
-) -> PolicyTrainer:
-    return PolicyTrainer(
-        loaded,
-        OptimizerSection.model_validate(dict(spec.optimizer)),
-        steps=steps,
-        tokens_per_micro_batch=options.tokens_per_micro_batch or tokens_per_pass(loaded.model, loaded.device),
-        gradient_checkpointing=options.gradient_checkpointing,
-        seed=seed,
-        initial=lambda: load_model(spec, loaded.device, seed, bases),
-    )
-
-
-def _make_sampler(loaded: LoadedModel, options: TorchOptions, share: float, *, deterministic: bool) -> Sampler:
-    """`share`: which part of the memory for keys and values it may hold. EngineError if that is too little."""
-    whole = CACHE * device_memory(loaded.device) if options.cache_mib is None else options.cache_mib * 2**20
-    try:
-        return Sampler(loaded, cache_bytes=int(share * whole), max_rows=options.max_rows, deterministic=deterministic)
-    except EngineError as error:
-        raise EngineError(f"{error} Raise engine.torch.cache_mib, or lower engine.torch.max_context.") from error
-
-
-def _alone(method: Callable[..., Result]) -> Callable[..., Result]:
-    """A method of `Policies`, for `ServedPolicies`: it runs on the tensor thread while nothing is sampled."""
-
-    def run(self: ServedPolicies, *arguments: Any) -> Result:
-        return self._loop.run_exclusive(lambda: method(self._policies, *arguments)).result()
-
-    return run
-
-
-class ServedPolicies:
+class TorchServer:
     """The policies behind an HTTP server, which has a thread of its own; see `agl_core.training.child.Host.serve`.
 
-    Used from one thread, which is not the one that samples: what is loaded keeps nothing from being answered.
+    The run uses it from one thread, which is not the one that samples: loading a policy delays no reply.
     """
 
     def __init__(self, host: Host[TorchOptions]) -> None:
-        self._options, context = host.options, host.context
-        self._policies = Policies(self._options, context)
-        policies = self._policies.policies
-        self._loop = EngineLoop({name: policy.sampler for name, policy in policies.items()}, host.lost)
-        self._served = {name: _chat_of(name, policy.loaded) for name, policy in policies.items()}
-        self._published: set[str] = set()
-        app = create_app(self._served, self._loop, api_key=context.api_key)
+        self._policies = policies = Policies(host.options, host.context)
+        self._samplers = {name: policy.sampler for name, policy in policies.policies.items()}
+        self._loop = EngineLoop(self._samplers, host.lost)
+        self._chats = {name: _chat(name, policy.loaded) for name, policy in policies.policies.items()}
+        app = create_app(self._chats, self._loop, api_key=host.context.api_key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         listener = bind("127.0.0.1", 0)
         self.urls = (f"http://127.0.0.1:{listener.getsockname()[1]}/v1",)
-        self.context_length = self._policies.context_length
+        self.context_length = min((p.loaded.context_length for p in policies.policies.values()), default=0)
+        self.update, self.logprobs = self._alone(policies.update), self._alone(policies.logprobs)
+        self.save, self.load = self._alone(policies.save), self._alone(policies.load)
         self._loop.start()
         threading.Thread(target=_serve, args=(server, listener, host), name="agl-http", daemon=True).start()
-        _log.info("Serving %s at %s.", ", ".join(self._served) or "nothing yet", *self.urls)
-
-    update, save, load = _alone(Policies.update), _alone(Policies.save), _alone(Policies.load)
-    logprobs = _alone(Policies.logprobs)
+        _log.info("Serving %s at %s.", ", ".join(self._chats) or "nothing yet", *self.urls)
 
     def tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
         """Recorded calls with token ids by the policy's tokenizer and chat template."""
-        return [tokenized(self._served[policy].text, call) for call in calls]
+        return [tokenized(self._chats[policy].text, call) for call in calls]
 
     def versions(self) -> Mapping[str, int]:
         return self._policies.versions
 
     def stats(self) -> Mapping[str, float]:
-        """tokens_prefilled, tokens_reused, tokens_decoded, preempted since the start; cache_bytes, and peak_gpu_bytes
-        (what torch took of the GPU) on a GPU."""
+        """The samplers' counters since the start, cache_bytes, and on a GPU peak_gpu_bytes, what torch took of it."""
+        samplers = list(self._samplers.values())
+        counters = Counter[str]()
+        for sampler in samplers:
+            counters.update(sampler.counters)
         uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         on_gpu = {"peak_gpu_bytes": torch.cuda.max_memory_reserved()} if uses_gpu else {}
-        return {**self._loop.counters(), "cache_bytes": self._loop.cache_nbytes, **on_gpu}
+        return {**counters, "cache_bytes": sum(sampler.cache_nbytes for sampler in samplers), **on_gpu}
 
     def publish(self, name: str, spec: PolicySpec) -> None:
         """Load a saved policy and serve it; EngineError if there is one of this name."""
-        if name in self._served:
+        if name in self._chats:
             raise EngineError(f"A policy '{name}' is served already.")
-        loaded = _load(spec, self._options, choose_device(self._options.device), seed=0, bases=self._policies.bases)
-        sampler = _make_sampler(loaded, self._options, 1 / _SHARES, deterministic=False)
+        loaded, sampler = self._policies.load_served(spec, 1 / _SHARES)
         sampler.version = spec.version
-        if self._options.threads is None and loaded.size >= TINY:
-            self._loop.run_exclusive(lambda: torch.set_num_threads(self._policies.threads)).result()
-        self._loop.add(name, sampler)
-        self._served[name] = _chat_of(name, loaded)
-        self._published.add(name)
+        if loaded.size >= TINY:
+            self._alone(self._policies.sample_on_all_threads)()
+        self._samplers[name], self._chats[name] = sampler, _chat(name, loaded)
         _log.info("Serving %s.", name)
 
     def withdraw(self, name: str) -> None:
         """Serve a published policy no longer; what it is answering is answered."""
-        if name not in self._published:
-            raise EngineError(f"No published policy is called '{name}'. {nearest(name, self._published)}")
-        self._published.remove(name)
-        del self._served[name]
-        self._loop.remove(name)
+        published = self._chats.keys() - self._policies.policies.keys()
+        if name not in published:
+            raise EngineError(f"No published policy is called '{name}'. {nearest(name, published)}")
+        del self._chats[name], self._samplers[name]
         gc.collect()  # peft's modules refer to each other.
         _log.info("Serving %s no longer.", name)
+
+    def _alone(self, method: Callable[..., Result]) -> Callable[..., Result]:
+        """A method that runs on the tensor thread, while nothing is being sampled."""
+        return lambda *arguments: self._loop.run_exclusive(lambda: method(*arguments)).result()
+
+
+def _chat(name: str, loaded: LoadedModel) -> ModelServer:
+    return ModelServer(name, ChatText(loaded.tokenizer, loaded.eos_ids), loaded.context_length)
 
 
 def _serve(server: uvicorn.Server, listener: socket.socket, host: Host[TorchOptions]) -> None:

@@ -1,4 +1,4 @@
-"""Teachers: models that say how likely they find the tokens that a policy sampled, loaded here or served elsewhere."""
+"""Teachers: models that score the tokens that a policy sampled, loaded here or served elsewhere."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from agl_torch.loading import Bases, LoadedModel
 PROMPTS_PER_REQUEST = 8
 REQUESTS_AT_ONCE = 8
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
-"""Seconds: a server computes a request's prompts while it is read from."""
+"""Seconds; a server computes a request's prompts during the read."""
 LARGEST_LOGPROB = 1e-3
 """Rounding may take the log-probability of a certain token above 0."""
 PROBED_TOKENS = 256
-"""Ids, from all over the vocabulary, of which a served teacher is asked the texts."""
+"""Ids, from all over the vocabulary, whose texts are compared with a served teacher's."""
 
 
 class ServedTeacher:
@@ -54,9 +54,9 @@ class ServedTeacher:
         EngineError for transitions of another temperature than 1, which is the server's.
         """
         if (batch.temperature_N[chosen] != 1).any():
-            raise EngineError(
-                f"The teacher at {self._place} gives log-probabilities at temperature 1, and the policy sampled at "
-                f"another. Set [sampling] temperature = 1, or name the teacher's folder."
+            raise self._error(
+                "gives log-probabilities at temperature 1, and the policy sampled at another. Set [sampling] "
+                "temperature = 1, or name the teacher's folder."
             )
         chains = lineages(batch, chosen)
         prompts = [batch.tokens_T[batch.offsets[row[-1]] : batch.offsets[row[-1] + 1]].tolist() for row in chains]
@@ -69,27 +69,25 @@ class ServedTeacher:
                 start, (first, end) = int(batch.prompt_lengths_N[i]), batch.response_offsets[i : i + 2]
                 logprobs_R[first:end] = [token["logprob"] for token in tokens[start : start + end - first]]
         if not (highest := logprobs_R.max(initial=0.0)) <= LARGEST_LOGPROB:
-            raise EngineError(
-                f"The teacher at {self._place} gives {highest:g} as the log-probability of a token, and none is above "
-                f"0. Its weights or its server compute wrongly: correct them, or name the teacher's folder."
+            raise self._error(
+                f"gives {highest:g} as the log-probability of a token, and none is above 0. Its weights or its server "
+                f"compute wrongly: correct them, or name the teacher's folder."
             )
         return logprobs_R
 
     def _score(self, prompts: Sequence[Sequence[int]]) -> list[list[dict[str, Any]]]:
-        """Of each prompt what the server says of each token; nothing is known of the first one."""
+        """The server's entry for each token of each prompt; an empty one for the first token."""
         body = {"model": self._model, "prompt": prompts, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         try:
             reply = self._client.post(f"{self._place.rstrip('/')}/completions", json=body)
         except httpx.HTTPError as error:
-            raise EngineError(
-                f"The teacher at {self._place} does not answer ({type(error).__name__}: {error}). Start its server, or "
-                f"correct the setting 'teacher'."
-            ) from error
+            problem = f"does not answer ({type(error).__name__}: {error})"
+            raise self._error(f"{problem}. Start its server, or correct the setting 'teacher'.") from error
         if not reply.is_success:
             message = read_error(reply.content).get("message") or reply.text[:200]
-            raise EngineError(
-                f"The teacher at {self._place} refuses (status {reply.status_code}): {message}. Correct the settings "
-                f"'teacher', 'teacher_model' or 'teacher_key_env', or the server's."
+            raise self._error(
+                f"refuses (status {reply.status_code}): {message}. Correct the settings 'teacher', 'teacher_model' or "
+                f"'teacher_key_env', or the server's."
             )
         try:
             choices = sorted(reply.json()["choices"], key=lambda choice: choice["index"])
@@ -98,13 +96,16 @@ class ServedTeacher:
                 for of_one, prompt in zip(choices, prompts, strict=True)
             ]
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(
-                f"The teacher at {self._place} gives no log-probabilities of a prompt's tokens. It needs a server that "
-                f"takes token ids as a prompt and `prompt_logprobs`, such as vLLM's."
+            raise self._error(
+                "gives no log-probabilities of a prompt's tokens. It needs a server that takes token ids as a prompt "
+                "and `prompt_logprobs`, such as vLLM's."
             ) from error
 
+    def _error(self, problem: str) -> EngineError:
+        return EngineError(f"The teacher at {self._place} {problem}")
+
     def _check_tokens(self, tokenizer: Any) -> None:
-        """Compare what ids stand for; an incomplete character has no text of its own, and control tokens may differ."""
+        """Compare the texts of ids; incomplete characters have none of their own, and control tokens may differ."""
         added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
         ids = [id for id in range(len(tokenizer)) if id not in added]
         spread = [ids[i] for i in np.unique(np.linspace(0, len(ids) - 1, PROBED_TOKENS).astype(int))]
@@ -117,10 +118,7 @@ class ServedTeacher:
 
 
 def load_teacher(teacher: Teacher, spec: PolicySpec, policy: LoadedModel, bases: Bases) -> LoadedModel | ServedTeacher:
-    """The teacher of a policy, frozen, in the policy's form and on its device if it is loaded.
-
-    EngineError if it has other tokens than the policy, or cannot be loaded or reached.
-    """
+    """The teacher of a policy, frozen; EngineError if it has other tokens, or cannot be loaded or reached."""
     if teacher.model is not None:
         return ServedTeacher(teacher, policy.tokenizer)
     own = replace(spec, model=teacher.place, name=teacher.place, lora=None, adapter=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +46,8 @@ class Work:
     `total` is the whole update in forward passes over one token.
     """
 
-    def __init__(self, progress: Progress | None, total: float = 0.0) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress | None = None, total: float = 0.0) -> None:
+        self._progress = progress or (lambda share: None)
         self._total, self._done = total, 0.0
         self._started = self._lap_started = time.perf_counter()
         self._seconds = defaultdict[str, float](float)
@@ -54,12 +55,7 @@ class Work:
     def advance(self, tokens: int, cost: float) -> None:
         """`tokens` went through a pass that costs `cost` times a forward pass."""
         self._done += tokens * cost
-        if self._progress is not None:
-            self._progress(min(1.0, self._done / self._total))
-
-    def finish(self) -> None:
-        if self._progress is not None:
-            self._progress(1.0)
+        self._progress(min(1.0, self._done / (self._total or math.inf)))
 
     def lap(self, phase: str) -> None:
         """A phase, or another part of it, ended."""
@@ -67,16 +63,17 @@ class Work:
         self._seconds[f"seconds_{phase}"] += now - self._lap_started
         self._lap_started = now
 
-    def seconds(self) -> dict[str, float]:
+    def finish(self) -> dict[str, float]:
+        """The seconds of each phase and of the whole."""
+        self._progress(1.0)
         return self._seconds | {"seconds_update": time.perf_counter() - self._started}
 
 
 class PolicyTrainer:
     """Updates one policy by optimizer steps that never depend on how a batch is split.
 
-    `initial` gives the initial weights of the policy, for what an algorithm may need besides the policy: a frozen
-    reference (a policy with an adapter has its own below the adapter), and a critic. Neither exists before it is
-    needed. `steps` is how many training steps the run has: what a schedule of the step size ends with.
+    `initial` loads the initial weights once more, when an algorithm first needs a critic or a frozen reference (below
+    an adapter there is one already). A schedule of the step size ends after `steps`, the run's training steps.
     """
 
     def __init__(
@@ -92,7 +89,6 @@ class PolicyTrainer:
     ) -> None:
         self.version = 0
         self.tokens_per_pass = tokens_per_micro_batch
-        """Tokens of one forward pass at most."""
         trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
         if settings.learning_rate is None:
             rate = usual_learning_rate(loaded.size, adapter=loaded.has_adapter)
@@ -119,11 +115,7 @@ class PolicyTrainer:
         """Train on a batch; the version grows by one, also when nothing in the batch could be trained on.
 
         The same batch, weights and optimizer state give the same result. An optimizer step whose loss or gradient is
-        not finite is skipped and counted. `progress` gets the share of the work done, 0 … 1.
-
-        Metrics are those of `train`, entropy (of the policy's distribution, nats per token), those of
-        `agl_algorithms.prepared.Prepared` and of `Critic.train`, and the seconds of each phase; docs/metrics.md has
-        them all.
+        not finite is skipped and counted. docs/metrics.md has the metrics.
         """
         model, device = self._loaded.model, self._loaded.device
         models = [model for model in (self._loaded, teacher) if isinstance(model, LoadedModel)]
@@ -149,10 +141,8 @@ class PolicyTrainer:
         teacher_R = None if teacher is None else self._teacher_logprobs(teacher, prepared, work)
         work.lap("reference")
         once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not algorithm.needs_scores
-        if once:  # Each token's current log-probability is its old one, so it is known when the loss needs it.
-            old_R = torch.full_like(samples.behaviour_R, torch.nan)
-        else:
-            old_R = self._logprobs(model, prepared.batch, prepared.trained, work)
+        # In a single step each token's current log-probability is its old one, known when the loss needs it.
+        old_R = torch.full_like(samples.behaviour_R, torch.nan) if once else self._logprobs(model, prepared, work)
         rescored: dict[str, float] = {}
         if algorithm.needs_scores and len(prepared.trained):
             prepared, rescored = prepared.rescored(
@@ -190,28 +180,25 @@ class PolicyTrainer:
         work.lap("critic")
         if metrics["steps_skipped"] and not metrics["steps_applied"]:
             prepared = prepared.without(prepared.trained)
-        metrics |= prepared.metrics()
+        metrics |= prepared.metrics() | work.finish()
         self.version += 1
-        work.finish()
-        precision = str(self._loaded.dtype).removeprefix("torch.")
-        return prepared.result(self.version, metrics | work.seconds(), old_R, precision)
+        return prepared.result(self.version, metrics, old_R, str(self._loaded.dtype).removeprefix("torch."))
 
     def logprobs(self, batch: Batch) -> ResponseScores:
-        """How likely each response token of a batch is, each of whose transitions the model can take."""
-        scores = self._scores(self._loaded.model, batch, np.arange(len(batch)), Work(None))
+        """Scores of a batch's response tokens under the current weights; the model can take all its transitions."""
+        scores = self._scores(self._loaded.model, batch, np.arange(len(batch)), Work())
         return ResponseScores(scores.logprobs_R.double().cpu().numpy(), scores.is_top_R.cpu().numpy())
 
     def _reference_logprobs(self, prepared: Prepared, work: Work) -> Tensor:
-        batch, trained = prepared.batch, prepared.trained
         if self._loaded.has_adapter:
             with self._loaded.model.disable_adapter():
-                return self._logprobs(self._loaded.model, batch, trained, work)
+                return self._logprobs(self._loaded.model, prepared, work)
         self._reference = self._reference or self._load_initial().model
-        return self._logprobs(self._reference, batch, trained, work)
+        return self._logprobs(self._reference, prepared, work)
 
     def _teacher_logprobs(self, teacher: LoadedModel | ServedTeacher, prepared: Prepared, work: Work) -> Tensor:
         if isinstance(teacher, LoadedModel):
-            return self._logprobs(teacher.model, prepared.batch, prepared.trained, work)
+            return self._logprobs(teacher.model, prepared, work)
         logprobs_R = torch.from_numpy(teacher.logprobs(prepared.batch, prepared.trained))
         return logprobs_R.to(self._loaded.device, self._precision)
 
@@ -219,12 +206,11 @@ class PolicyTrainer:
         assert self._initial is not None, "an engine's policies have it"
         return self._initial()
 
-    def _logprobs(self, model: Any, batch: Batch, chosen: NDArray[np.int64], work: Work) -> Tensor:
-        """[R] of the transitions `chosen`, without gradient; 0 elsewhere."""
-        return self._scores(model, batch, chosen, work).logprobs_R
+    def _logprobs(self, model: Any, prepared: Prepared, work: Work) -> Tensor:
+        return self._scores(model, prepared.batch, prepared.trained, work).logprobs_R
 
     def _scores(self, model: Any, batch: Batch, chosen: NDArray[np.int64], work: Work) -> TokenScores:
-        """Of the transitions `chosen`, without gradient; 0 elsewhere."""
+        """Scores of the transitions `chosen`, without gradient; 0 elsewhere."""
         size, device = int(batch.response_offsets[-1]), self._loaded.device
         logprobs_R, entropy_R = torch.zeros(2, size, dtype=self._precision, device=device)
         scores = TokenScores(logprobs_R, entropy_R, torch.zeros(size, dtype=torch.bool, device=device))
@@ -248,7 +234,7 @@ class PolicyTrainer:
         return torch.from_numpy(np.concatenate(masks)).to(self._loaded.device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that later updates depend on; tensors and plain values only."""
+        """All that later updates depend on besides the weights; tensors and plain values only."""
         device = self._loaded.device
         return {
             "version": self.version,
@@ -274,9 +260,8 @@ class PolicyTrainer:
 class Critic:
     """The policy's own architecture, from the initial weights, with a scalar head instead of the output layer.
 
-    It is trained as the policy is: all its weights, or for a policy with a LoRA adapter an adapter of the same shape
-    on the same base, and with the settings of the policy's trainer. The head starts at zero, and so do all values.
-    `loaded` is a fresh copy of the initial weights, which the critic takes over.
+    It is trained as the policy is: all its weights, or an adapter of the same shape on the same base, with the settings
+    of the policy's trainer. The head starts at zero, and so do all values. `loaded` are initial weights of its own.
     """
 
     def __init__(self, loaded: LoadedModel, policy: PolicyTrainer) -> None:
@@ -298,7 +283,7 @@ class Critic:
         )
 
     def values(self, batch: Batch, work: Work) -> Tensor:
-        """[R] the value of the state before each response token, without gradient."""
+        """[R] values of the states before each response token, without gradient."""
         values_R = torch.zeros(int(batch.response_offsets[-1]), dtype=self._head.weight.dtype, device=self._device)
         with torch.no_grad():
             for micro in micro_batches(batch, np.arange(len(batch)), self._limits, self._device):
@@ -307,11 +292,10 @@ class Critic:
         return values_R
 
     def train(self, prepared: Prepared, algorithm: Ppo, version: int, work: Work) -> dict[str, float]:
-        """Learn what the algorithm made of a batch; a step whose loss or gradient is not finite is skipped.
+        """Steps towards the value targets of a batch, in minibatches that differ with `version`.
 
-        `version` makes the minibatches of each update others. Metrics: those of the value loss, explained_variance
-        (of the values before; absent where all targets are equal), and critic_grad_norm, critic_learning_rate,
-        critic_steps_applied, critic_steps_skipped.
+        Metrics: those of the value loss and of `train`, and explained_variance of the values before, absent where all
+        targets are equal.
         """
         training = prepared.value
         if training is None:
@@ -333,7 +317,6 @@ class Critic:
         return metrics if np.isnan(explained) else metrics | {"explained_variance": explained}
 
     def state_dict(self) -> dict[str, Any]:
-        """Trained weights and optimizer; tensors and plain values only."""
         return {"weights": [weight.detach() for weight in self._trained], "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -353,16 +336,17 @@ def train(
     work: Work,
     target_kl: float | None = None,
 ) -> dict[str, float]:
-    """One optimizer step on each of `steps`, its transitions; one whose loss or gradient is not finite is skipped.
+    """One optimizer step for each of `steps`, the transitions that it trains on.
 
-    The first one whose metric `kl_old` is above `target_kl` is not made, nor are those after it: the steps before have
-    moved the weights far enough, as its pass shows (Stable-Baselines3 stops there too, at 1.5 times its target).
+    A step whose loss or gradient is not finite is skipped. The first step whose `kl_old` is above `target_kl` and all
+    after it are left out: the weights have moved far enough (Stable-Baselines3 stops there too, at 1.5 times its
+    target).
 
-    `weights_R` are the loss's token weights over the whole batch, before corrections. `loss_of` gets a micro-batch and
-    its tokens' weights in the step, and returns the sum over tokens of weight × loss, and such sums of metrics (of
-    `…_max`: the largest). Metrics: their means over the tokens of the steps that were applied, by weight, and
-    grad_norm (before clipping, the mean over steps), learning_rate (of the last step), steps_applied, steps_skipped,
-    with `target_kl` kl_old (on the last step that had a pass) and stopped_early (how many steps were not made).
+    `weights_R` are token weights over the whole batch, before corrections. `loss_of` gets a micro-batch and its tokens'
+    weights in the step, and returns the sum over tokens of weight × loss, and such sums of metrics (`…_max`: maxima).
+    Metrics: their means over the applied steps, by weight; grad_norm (before clipping, the mean over steps),
+    learning_rate (of the last step), steps_applied, steps_skipped; with `target_kl` kl_old (of the last step that had a
+    pass) and stopped_early (the number of steps left out).
     """
     sums: dict[str, float] = {}
     weight, rate = 0.0, optimizer.learning_rate
