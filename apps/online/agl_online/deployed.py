@@ -17,7 +17,6 @@ from agl_core.apis.errors import no_upstream
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import AglError, EngineError
 from agl_core.protocols import Engine, Upstream
-from agl_core.server.keys import ActiveAttempt
 from agl_core.server.upstream import Destination, Relay, RunSettings
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_core.training.run import run_settings
@@ -96,10 +95,10 @@ class DeployedVersions(Relay):
                 )
 
     @contextmanager
-    def acquire_destination(self, attempt: ActiveAttempt) -> Iterator[Destination]:
+    def acquire_destination(self, group: str) -> Iterator[Destination]:
         """The version that answers a session; it stays loaded until the block ends."""
         served = self.current_destination()
-        version = self._version_of(attempt.rollout.group)
+        version = self._version_of(group)
         upstream = replace(served.upstream, models={self._policy: _model(version)})
         self._calls[version] += 1
         try:

@@ -147,8 +147,6 @@ class Answered:
         """Those that are over, the oldest first."""
         self._retried: dict[Exchange, None] = {}
         """The ones that a retry may ask for again."""
-        self._unindexed: dict[Exchange, None] = {}
-        """Those with a reply by which they are not found yet."""
         self._recorded: list[Call] = []
         self.size = 0
         """Bytes that are kept."""
@@ -196,7 +194,11 @@ class Answered:
         if exchange.messages:  # Its client asked again.
             return
         exchange.messages, exchange.reply_id = [_echoed(choice.message) for choice in reply.choices], reply.id
-        self._unindexed[exchange] = None
+        self._index(exchange, "reply", reply.id)
+        for message in exchange.messages:
+            self._index(exchange, "message", _key(message))
+        for call_id in {call.get("id") for message in exchange.messages for call in message.get("tool_calls") or ()}:
+            self._index(exchange, "tool call", call_id)
         if conversation is not None:
             exchange.conversation = (*conversation, exchange.messages[0])
         kept = _OVERHEAD + len(reply.raw.body) + (0 if conversation is None else size)
@@ -204,7 +206,7 @@ class Answered:
 
     def of_reply(self, reply_id: str) -> Exchange | None:
         """The exchange of a reply; None if there is no such reply, or it is forgotten."""
-        return next(iter(self._of("reply", reply_id)), None)
+        return next(iter(self._exchanges.get(("reply", reply_id), ())), None)
 
     def own(self, message: Message) -> Message:
         """The upstream's own message that an assistant message echoes; the message itself if it echoes none.
@@ -213,7 +215,7 @@ class Answered:
         arguments, however they are written.
         """
         key, arguments = _key(message), _arguments(message)
-        for exchange in reversed(self._of("message", key)):
+        for exchange in reversed(self._exchanges.get(("message", key), ())):
             for own in exchange.messages:
                 if _key(own) == key and _arguments(own) == arguments:
                     return own
@@ -222,7 +224,7 @@ class Answered:
     def reply_of(self, tool_call_id: str) -> str | None:
         """The id of the reply that asked for a tool call; None if none did, or several: some endpoints count calls
         anew in each reply."""
-        exchanges = self._of("tool call", tool_call_id)
+        exchanges = self._exchanges.get(("tool call", tool_call_id), ())
         return exchanges[0].reply_id if len(exchanges) == 1 else None
 
     def recall(self, calls: Iterable[Call]) -> None:
@@ -257,23 +259,7 @@ class Answered:
         self._exchanges.clear()
         self._over.clear()
         self._retried.clear()
-        self._unindexed.clear()
         self.size = 0
-
-    def _of(self, kind: str, value: Any) -> Sequence[Exchange]:
-        """The exchanges whose reply has this id, message or tool call, the oldest first.
-
-        Replies are indexed when one is looked for: most attempts have no use for it.
-        """
-        for exchange in self._unindexed:
-            self._index(exchange, "reply", exchange.reply_id)
-            for message in exchange.messages:
-                self._index(exchange, "message", _key(message))
-            calls = {call.get("id") for message in exchange.messages for call in message.get("tool_calls") or ()}
-            for call_id in calls - {None}:
-                self._index(exchange, "tool call", call_id)
-        self._unindexed.clear()
-        return self._exchanges.get((kind, value), ())
 
     def _index(self, exchange: Exchange, kind: str, value: Any) -> None:
         exchanges = self._exchanges.setdefault((kind, value), [])
@@ -302,7 +288,6 @@ class Answered:
     def _forget(self, exchange: Exchange) -> None:
         del self._over[exchange]
         self._retried.pop(exchange, None)
-        self._unindexed.pop(exchange, None)
         self.size -= exchange.size
         self._unindex(exchange, *exchange.keys)
 

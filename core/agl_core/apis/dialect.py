@@ -330,7 +330,7 @@ class ChatCompletions(Dialect):
         }
 
     def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
-        return ChatChunks(request, reply_id)
+        return ChatChunks(request.model, reply_id, request.body, logprobs=request.logprobs)
 
 
 class Completions(Dialect):
@@ -385,7 +385,7 @@ class Completions(Dialect):
         return {**reply.completion, "object": "text_completion", "model": request.model, "choices": choices}
 
     def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
-        return TextChunks(request, reply_id)
+        return TextChunks(request.model, reply_id, request.body, logprobs=request.logprobs)
 
 
 def _returned(request: ModelRequest, reply: Reply) -> tuple[dict[str, Json], list[dict[str, Json]]]:

@@ -39,6 +39,16 @@ _INCOMPLETE = {
 }
 _PREFIXES = {"reasoning": "rs", "content": "msg", "refusal": "msg", "tool_call": "fc"}
 """Of the ids of items."""
+_REPEATED = (
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "previous_response_id",
+    "temperature",
+    "top_p",
+    "user",
+)
+"""Fields of a request that its response repeats as they are."""
 _OUTPUT = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
 """The items of a reply that are the model's own words."""
 
@@ -188,24 +198,18 @@ def _response(request: ModelRequest, reply_id: str, created: Json) -> dict[str, 
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "max_output_tokens": body.get("max_output_tokens"),
-        "max_tool_calls": body.get("max_tool_calls"),
         "model": request.model,
         "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-        "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "temperature": body.get("temperature"),
         "text": {"format": {"type": "text"}, **{k: v for k, v in (body.get("text") or {}).items() if v is not None}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_logprobs": body.get("top_logprobs") or 0,
-        "top_p": body.get("top_p"),
         "truncation": "disabled",
         "usage": None,
-        "user": body.get("user"),
         "metadata": body.get("metadata") or {},
+        **{name: body.get(name) for name in _REPEATED},
     }
 
 

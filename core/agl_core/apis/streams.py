@@ -7,6 +7,7 @@ chunk ─▶ StreamedCompletion ─▶ deltas ─▶ Renderer ─▶ events of t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -22,8 +23,6 @@ from agl_core.types.forms import parse_if_json
 
 if TYPE_CHECKING:
     from starlette.responses import Response
-
-    from agl_core.apis.dialect import ModelRequest
 
 STREAM_TYPE, STREAM_HEADERS = "text/event-stream", {"Cache-Control": "no-cache"}
 _CHUNK_FIELDS = ("created", "system_fingerprint", "service_tier")
@@ -82,12 +81,14 @@ class _Chunks(Renderer):
     done = b"data: %b\n\n" % LAST_EVENT
     object: ClassVar[str]
 
-    def __init__(self, request: ModelRequest, reply_id: str) -> None:
-        self._head: dict[str, Json] = {"id": reply_id, "object": self.object, "model": request.model}
-        self._usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
-        self.logprobs, self.ids = request.logprobs, bool(request.body.get("return_token_ids"))
+    def __init__(self, model: str, reply_id: str, body: Mapping[str, Any], *, logprobs: bool) -> None:
+        self._head: dict[str, Json] = {"id": reply_id, "object": self.object, "model": model}
+        self._usage = bool((body.get("stream_options") or {}).get("include_usage"))
+        self.logprobs, self.ids = logprobs, bool(body.get("return_token_ids"))
         self.of_prompt: dict[str, Any] = {}
-        """It goes into the first chunk."""
+        """Fields of the first chunk."""
+        self._offsets: dict[int, int] = defaultdict(int)
+        """By choice: characters of its tokens so far."""
 
     @abstractmethod
     def ended(self, choice: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,18 +167,12 @@ class TextChunks(_Chunks):
 
     object = "text_completion"
 
-    def __init__(self, request: ModelRequest, reply_id: str) -> None:
-        super().__init__(request, reply_id)
-        self._offsets: dict[int, int] = {}
-        """By choice, the characters of its tokens so far."""
-
     def feed(self, delta: Delta) -> Iterable[Event]:
         text = delta.message.get("content") or delta.message.get("refusal") or ""
         logprobs = None
         if self.logprobs and delta.logprobs:
-            offset = self._offsets.get(delta.index, 0)
-            logprobs = _text_logprobs(delta.logprobs, offset)
-            self._offsets[delta.index] = offset + sum(map(len, logprobs["tokens"]))
+            logprobs = _text_logprobs(delta.logprobs, self._offsets[delta.index])
+            self._offsets[delta.index] += sum(map(len, logprobs["tokens"]))
         tokens = self.of_tokens(delta)
         if text or logprobs or tokens:
             of_prompt, self.of_prompt = self.of_prompt, {}

@@ -197,7 +197,7 @@ class Gateway:
     async def _counted(self, call: _ModelCall) -> Reply:
         """A reply to no call, which says how long the prompt is."""
         call.attempt.passed_through[call.dialect.api] += 1
-        with self._relay_of(call.attempt).acquire_destination(call.attempt) as served:
+        with self._relay_of(call.attempt).acquire_destination(call.attempt.rollout.group) as served:
             request = call.request
             body = forwarded(served.upstream, request.chat, request.requested, call.policy(served), trains=False)
             answer = await served.client.complete(body, None)
@@ -242,7 +242,7 @@ class Gateway:
     async def _make(self, call: _ModelCall, exchange: Exchange, done: asyncio.Future[Reply], live: LiveReply) -> Reply:
         """Forward a call, and record it."""
         attempt, request, headers = call.attempt, call.request, call.headers
-        with self._relay_of(attempt).acquire_destination(attempt) as served:
+        with self._relay_of(attempt).acquire_destination(attempt.rollout.group) as served:
             started = time.time()
             policy = call.policy(served)
             version = served.versions.get(policy)  # For an upstream that does not name it: the one at the call's start.

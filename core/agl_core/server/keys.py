@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.routing import Route
@@ -45,9 +45,6 @@ from agl_core.wire import (
     problem_of_key,
     take_keys,
 )
-
-if TYPE_CHECKING:
-    from agl_core.server.queue import RolloutQueue
 
 _TRIED_AGAIN = frozenset({Ending.CRASHED, Ending.TIMED_OUT})
 _NO_CALL = (
@@ -358,10 +355,16 @@ SourceFactory: TypeAlias = Callable[[Store, Keys], Awaitable[RolloutSource]]
 
 
 class Attribution:
-    """Whose model calls and spans are whose: of running attempts, and calls also of those that a source opens."""
+    """Finds the attempt that a model call or span belongs to: one of the queue or, for calls, of the source."""
 
-    def __init__(self, keys: Keys, queue: RolloutQueue, source: RolloutSource) -> None:
-        self._keys, self._queue, self._source = keys, queue, source
+    def __init__(
+        self,
+        keys: Keys,
+        known: Mapping[AttemptKey, ActiveAttempt],
+        running: Mapping[AttemptKey, ActiveAttempt],
+        source: RolloutSource,
+    ) -> None:
+        self._keys, self._known, self._running, self._source = keys, known, running, source
 
     async def of(self, request: Request) -> ActiveAttempt:
         """The attempt that a request belongs to, open or not: its key says so, and its path or a header may.
@@ -385,7 +388,7 @@ class Attribution:
         in_path = f"{path['rollout']}/{path['attempt']}" if "rollout" in path else None
         name = header if in_path is None else in_path
         if name is None:
-            key = self._keys.holder(request, self._queue.running)
+            key = self._keys.holder(request, self._running)
         else:
             rollout, _, number = name.rpartition("/")
             named = attempt_key(rollout, number)
@@ -397,7 +400,7 @@ class Attribution:
                 f"same in both.",
                 code="rollout_mismatch",
             )
-        attempt = self._queue.attempts.get(key)
+        attempt = self._known.get(key)
         if attempt is None:
             raise ApiError(
                 404,

@@ -81,7 +81,7 @@ class LightningServer:
         """The version being served of each policy, for upstreams whose replies do not name it."""
         self._upstream, self._settings = upstream, settings
         self._source = source or RolloutSource()
-        attribution = Attribution(keys, self.queue, self._source)
+        attribution = Attribution(keys, self.queue.attempts, self.queue.running, self._source)
         self._gateway = Gateway(attribution, store, self.relay, settings.prompts)
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
         of_plugins = hook.call(hooks.server_routes, store, attribution.leased)

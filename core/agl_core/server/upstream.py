@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import orjson
 from msgspec.structs import replace
@@ -28,9 +28,6 @@ from agl_core.protocols import Upstream
 from agl_core.server.endpoint import Endpoint, HttpReply
 from agl_core.types import AttemptKey, Json, Sampling
 from agl_core.types.forms import parse_json
-
-if TYPE_CHECKING:
-    from agl_core.server.keys import ActiveAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -230,8 +227,8 @@ class Relay:
         return self._destination
 
     @contextmanager
-    def acquire_destination(self, attempt: ActiveAttempt) -> Iterator[Destination]:
-        """The destination of a call of this attempt, for as long as the block lasts; ApiError 503 if there is none."""
+    def acquire_destination(self, group: str) -> Iterator[Destination]:
+        """The destination of a call of this group, held until the block ends; ApiError 503 if there is none."""
         yield self.current_destination()
 
     def serve(self, upstream: Upstream, settings: RunSettings) -> None:
