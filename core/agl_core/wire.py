@@ -1,8 +1,7 @@
 """The protocol between a Lightning Server and its workers: the requests below /agl/v1, and the keys that they need.
 
-Each request is described once, as an `Operation`: the server's routes, its OpenAPI document and the clients are made of
-these descriptions. Here are those of workers (leases, heartbeats, and the ends of attempts) and of those who watch the
-server; a source of rollouts may bring others.
+Each request is described once, as an `Operation`, of which the server's routes, its OpenAPI document and the clients
+are made. A source of rollouts may bring others.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ Answer = TypeVar("Answer", bound=BaseModel)
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
 MAX_VALUES = 200_000
-"""Values in a body of JSON, of a worker or an agent."""
+"""JSON values in a body of a worker or an agent."""
 MAX_REPORTS = 10_000
-"""Tool results, and rewards, that one attempt may report."""
+"""Tool results, and rewards, per attempt."""
 MAX_BYPASSED, MAX_ADDRESS = 100, 500
-"""Addresses of model APIs elsewhere that one attempt may report, and the characters of one."""
+"""Addresses of other model APIs per attempt, and the characters of one."""
 MAX_LEASES = 4096
-"""Attempts that one request may ask for, or name in a heartbeat."""
+"""Attempts per lease request or heartbeat."""
 MAX_RESULT = 7 << 20
-"""Bytes of an attempt's result as JSON. The other reports of the attempt have to fit into the same body."""
+"""Bytes of an attempt's result as JSON; its other reports share the body."""
 MAX_DEPTH = 190
-"""Nested arrays and objects in a result; the server reads no body that is deeper than 200."""
+"""Nested arrays and objects in a result; the server reads bodies up to 200 deep."""
 
 
 class Body(BaseModel):
-    """A request's or a reply's body; a field that is not known is an error."""
+    """A request's or reply's body; unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,13 +49,13 @@ class Empty(Body):
 
 
 class Right(StrEnum):
-    """Whose key a request needs."""
+    """The holder of the key that a request needs."""
 
     WORKER = "worker"
     OPERATOR = "operator"
     EITHER = "worker or operator"
     LEASE = "lease"
-    """The secret of the lease of the attempt that the path names."""
+    """The lease of the attempt that the path names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,14 +66,14 @@ class Operation(Generic[Asked, Answer]):
     path: str
     """`{rollout}` and `{attempt}` in it name an attempt."""
     right: str
-    """A `Right`, or the name of one that a source of rollouts grants."""
+    """A `Right`, or one that a source of rollouts grants."""
     body: type[Asked]
     """`Empty`: no body is read."""
     reply: type[Answer]
     largest: int = MAX_BODY
     """Bytes of the request's body."""
     waits: bool = False
-    """True if the reply may wait for something; then the server stops when the client goes away."""
+    """True if the reply may wait; the work ends when the client goes away."""
 
     @property
     def has_body(self) -> bool:
@@ -85,7 +84,7 @@ AnyOperation: TypeAlias = Operation[Any, Any]
 
 
 class LeaseRequest(Body):
-    """Lend rollouts to a worker; wait for the first one."""
+    """Lease rollouts to a worker; wait for the first."""
 
     worker: str = Field(min_length=1, max_length=200)
     capacity: int = Field(ge=1, le=MAX_LEASES)
@@ -93,7 +92,7 @@ class LeaseRequest(Body):
 
 
 class Assignment(Body):
-    """The part of an attempt that the process of its agent may know."""
+    """The part of an attempt that its agent's process may know."""
 
     rollout: str
     attempt: int
@@ -121,32 +120,31 @@ class Lease(Assignment):
 
     @property
     def assignment(self) -> Assignment:
-        """The part that the runner, and the processes that it starts, may know."""
         return Assignment(**self.model_dump(include=set(Assignment.model_fields)))
 
 
 class LeaseReply(Body):
-    """The attempts that a worker gets."""
+    """The attempts for a worker."""
 
     leases: list[Lease]
     closed: bool = Field(False, description="There will be no more: the run is over.")
 
 
 class AttemptRef(Body):
-    """Names one attempt."""
+    """One attempt's name."""
 
     rollout: str
     attempt: int = Field(ge=0, lt=2**31)
 
 
 class HeldAttempt(AttemptRef):
-    """Names one attempt, with the secret that proves that the worker holds it."""
+    """One attempt's name, and the proof that the worker holds it."""
 
     secret: str = Field(max_length=200, repr=False, description="The secret of its lease.")
 
 
 class HeartbeatRequest(Body):
-    """A worker lives, and still runs these attempts: extend their leases."""
+    """Extend the leases of a worker that lives and still runs these attempts."""
 
     worker: str = Field(min_length=1, max_length=200)
     attempts: list[HeldAttempt] = Field(max_length=MAX_LEASES)
@@ -160,7 +158,7 @@ class HeartbeatReply(Body):
 
 
 class RewardReport(Body):
-    """A reward that the agent itself reports."""
+    """A reward from the agent itself."""
 
     name: str = "reward"
     value: float = Field(allow_inf_nan=False)
@@ -183,13 +181,13 @@ class CloseRequest(Body):
 
 
 class CloseReply(Body):
-    """The reply to the report of an attempt's end."""
+    """The answer to a `CloseRequest`."""
 
     counted: bool = Field(description="False: another attempt counts, or this one was already closed otherwise.")
 
 
 class RunningAttempt(Body):
-    """An attempt that a worker holds, and what it waits for. Times are seconds up to now."""
+    """An attempt that a worker holds. Times are in seconds up to now."""
 
     rollout: str
     attempt: int
@@ -200,7 +198,7 @@ class RunningAttempt(Body):
 
 
 class Activity(Body):
-    """The server's health, and the state of its rollouts: how many wait, and for what."""
+    """The server's health, and the state of its rollouts."""
 
     status: str = "ok"
     serving: bool = Field(description="Whether an engine is there to answer model calls.")
@@ -218,11 +216,11 @@ CLOSE = Operation("POST", "/agl/v1/rollouts/{rollout}/attempts/{attempt}/close",
 HEALTH = Operation("GET", "/agl/v1/health", Right.EITHER, Empty, Activity)
 
 WORKER_KEY = "AGL_WORKER_KEY"
-"""The environment variable that holds the workers' key."""
+"""Environment variable with the workers' key."""
 OPERATOR_KEY = "AGL_OPERATOR_KEY"
-"""The environment variable that holds the operator's key, which opens the view from other machines."""
+"""Environment variable with the operator's key, which opens the view from other machines."""
 SERVER_FILE = "server.json"
-"""In the run's folder: a `ServerFile`, readable by its owner alone."""
+"""A run's `ServerFile`, in its folder."""
 
 
 class ServerFile(Body):
@@ -237,7 +235,7 @@ class ServerFile(Body):
 
     @classmethod
     def read(cls, path: Path) -> ServerFile | None:
-        """The file of a server; None if there is none, or another version of agl wrote it."""
+        """None if there is no file, or another version of agl wrote it."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
@@ -249,18 +247,17 @@ class ServerFile(Body):
 
 
 def take_keys() -> dict[str, str]:
-    """The keys that the user chose, without space around them, by the names of their variables.
+    """The keys that the user chose, stripped, by the names of their variables.
 
-    Both variables are removed from the environment, because processes that this process starts may belong to an agent.
-    They are also removed from what the system shows of this process (/proc/PID/environ on Linux), which has its initial
-    environment.
+    Both variables are removed from the environment, as child processes may belong to an agent, and from the initial
+    environment that the system shows of this process (/proc/PID/environ on Linux).
     """
     keys = {name: take_key(name) for name in (WORKER_KEY, OPERATOR_KEY)}
     return {name: key for name, key in keys.items() if key}
 
 
 def take_key(name: str) -> str | None:
-    """The key in this variable, which is removed as `take_keys` does it; None if there is none."""
+    """The key in this variable, removed as by `take_keys`; None if there is none."""
     key = os.environ.get(name, "").strip()
     _overwrite(name)
     os.environ.pop(name, None)
@@ -268,7 +265,7 @@ def take_key(name: str) -> str | None:
 
 
 def take_key_of(setting: str, variable: str | None) -> str | None:
-    """The key in the variable that a setting names, removed as `take_keys` does it; None if it names none.
+    """The key in the variable that a setting names (None: no key), removed as by `take_keys`.
 
     ConfigError if the variable is not set, or no header can carry its key.
     """
@@ -286,7 +283,7 @@ def take_key_of(setting: str, variable: str | None) -> str | None:
 
 
 def problem_of_key(name: str, key: str) -> str | None:
-    """The fault of a key, without showing it; None if it is valid. `name` is where it comes from.
+    """The fault of a key from `name`, without showing it; None if it is valid.
 
     >>> problem_of_key("AGL_WORKER_KEY", "s3cret"), problem_of_key("AGL_WORKER_KEY", "a\\nb")
     (None, 'AGL_WORKER_KEY has a line break or another control character in it, which no HTTP header can carry.')
@@ -299,7 +296,7 @@ def problem_of_key(name: str, key: str) -> str | None:
 
 
 def _overwrite(name: str) -> None:
-    """Blank the variable's value in memory: removing it from `os.environ` leaves it there."""
+    """Blank the variable's value in memory, where removing it from `os.environ` leaves it."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     if address := getenv(name.encode()):

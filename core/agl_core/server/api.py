@@ -1,5 +1,5 @@
-"""The server's routes: which model call a path names, operations, those of workers, the lists of models, what is
-passed on without being recorded, the OpenAPI document, and what clients get at other paths.
+"""The server's routes: model calls, operations of workers, lists of models, requests passed on without a record, the
+OpenAPI document, and the answer at other paths.
 """
 
 from __future__ import annotations
@@ -65,24 +65,24 @@ PASSED_ON = frozenset(
         "/v1/rerank",
     }
 )
-"""No other route is passed on: the key would let agents reach files, and make other model calls."""
+"""No others: the server's key would let agents reach files, and make other model calls."""
 _PATH = re.compile(
     r"(/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?"
     r"(?P<base>(?:/v1|/openai)*(?:/deployments/(?P<deployment>.+?(?=/chat/|/completions|/embeddings)|[^/]+))?)"
     r"(?P<route>/.*[^/])/*"
 )
-"""A deployment is named as its model, which may have slashes."""
+"""A deployment has its model's name, which may have slashes."""
 MODELS = "/v1/models"
 TRACES = "/v1/traces"
-"""Where agents export spans: a plugin's route."""
+"""A plugin's route, to which agents export spans."""
 _RESPONSES = "/v1/responses/"
 _BARE = frozenset({*DIALECTS, *PASSED_ON, MODELS, TRACES})
-"""Routes that are also served without /v1."""
+"""Routes also served without /v1."""
 
 Owner = TypeVar("Owner")
 
 _CONNECT, _ANSWER = 10.0, 120.0
-"""Seconds until the other server must be reached, and until it must send: a batch of embeddings, or an image."""
+"""Seconds to reach the other server, and to wait for it: a batch of embeddings, or an image."""
 _SETTING = (
     "To have it served, name a server that does in the run's configuration: [gateway.passthrough] url = "
     '"https://…/v1" and api_key_env = "VARIABLE".'
@@ -90,7 +90,7 @@ _SETTING = (
 
 
 class ModelRoute(NamedTuple):
-    """Where a request goes that may be a model call."""
+    """The target of a request that may be a model call."""
 
     route: str
     """Begins with /v1/."""
@@ -99,7 +99,7 @@ class ModelRoute(NamedTuple):
 
 
 def find_route(path: str) -> ModelRoute | None:
-    """The API, attempt and id that a decoded path names; None if it is of no model API, alone or after an attempt's.
+    """The route, attempt and deployment that a decoded path names; None if it is of no model API.
 
     >>> find_route("//openai/deployments/m/chat/completions/")
     ModelRoute(route='/v1/chat/completions', parameters={'deployment': 'm'})
@@ -117,7 +117,7 @@ def find_route(path: str) -> ModelRoute | None:
 
 
 class CallHeaders(Headers):
-    """Headers of a model call, by name in lower case: a dozen are looked up, and most are absent."""
+    """Headers of a model call by name in lower case: a dozen are looked up, and most are absent."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__(raw=scope["headers"])
@@ -132,7 +132,7 @@ class CallHeaders(Headers):
 
 
 class CallRequest(Request):
-    """The request of a model call."""
+    """Its headers are `CallHeaders`."""
 
     def __init__(self, scope: Scope, receive: Receive, target: ModelRoute) -> None:
         super().__init__({**scope, "path_params": target.parameters}, receive)
@@ -142,7 +142,7 @@ class CallRequest(Request):
 class ModelCalls:
     """Answers requests to the routes of model APIs, alone or below an attempt's path; `app` answers the rest.
 
-    It gets the paths of model APIs without what stands before /v1, which is in the parameters of the path.
+    In paths of model APIs, `app` gets the part before /v1 as path parameters.
     """
 
     def __init__(self, app: ASGIApp, gateway: Gateway, passthrough: Passthrough) -> None:
@@ -173,7 +173,7 @@ class ModelCalls:
 
 
 def worker_routes(keys: Keys, queue: RolloutQueue, activity: Callable[[], Activity]) -> list[Route]:
-    """The routes of workers; `activity` says what the server is doing."""
+    """The routes of workers."""
 
     async def look(body: Empty) -> Activity:
         return activity()
@@ -193,7 +193,7 @@ def worker_routes(keys: Keys, queue: RolloutQueue, activity: Callable[[], Activi
 
 
 class OperationRoute(Route):
-    """The route of an operation, which the OpenAPI document describes."""
+    """An operation's route, described in the OpenAPI document."""
 
     def __init__(self, operation: AnyOperation, endpoint: Callable[[Request], Coroutine[Any, Any, Response]]) -> None:
         super().__init__(operation.path, endpoint, methods=[operation.method])
@@ -203,7 +203,7 @@ class OperationRoute(Route):
 def route(
     operation: Operation[Asked, Answer], keys: Keys, answer: Callable[[Asked], Coroutine[Any, Any, Answer]]
 ) -> Route:
-    """The route of an operation; `answer` gets the checked body."""
+    """An operation's route; `answer` gets the checked body."""
     return route_of(
         operation, lambda request: keys.check(request, Right(operation.right)), lambda _, body: answer(body)
     )
@@ -214,10 +214,7 @@ def route_of(
     owner_of: Callable[[Request], Owner],
     answer: Callable[[Owner, Asked], Coroutine[Any, Any, Answer]],
 ) -> Route:
-    """The route of an operation whose key belongs to somebody: `answer` gets that too.
-
-    `owner_of` raises ApiError 401 for a request without the right key.
-    """
+    """An operation's route whose key has an owner, which `answer` gets too; `owner_of` raises ApiError 401."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -242,10 +239,9 @@ async def _read(request: Request, operation: Operation[Asked, Any]) -> Asked:
 
 
 class Passthrough:
-    """Passes requests that no policy answers to the server that `settings` name, or else to the model server.
+    """Passes embeddings, moderations, speech and images on to the server of `settings`, else to the model server.
 
-    Agents with retrieval ask for embeddings beside their model calls, others for moderations, speech or images. These
-    requests are counted and not recorded; the key that they go on with is one that agents never see.
+    These requests are counted and not recorded, and sent with a key that agents never see.
     """
 
     def __init__(self, gateway: Gateway, settings: PassthroughSection, api_key: str | None) -> None:
@@ -254,7 +250,6 @@ class Passthrough:
         self._client: httpx.AsyncClient | None = None
 
     async def answer(self, request: Request, route: str) -> Response:
-        """The other server's reply."""
         attempt: ActiveAttempt | None = None
         try:
             attempt = await self._gateway.attribution.open(request)
@@ -280,7 +275,7 @@ class Passthrough:
         body = await read_body(request, attempt=attempt.key, count_values=None)
         attempt.passed_through[route.removeprefix("/v1/")] += 1
         if self._client is None:
-            # A proxy of the environment is for servers elsewhere; the model server is asked directly everywhere.
+            # The environment's proxy is for servers elsewhere, never for the model server.
             timeout = httpx.Timeout(_ANSWER, connect=_CONNECT)
             self._client = httpx.AsyncClient(timeout=timeout, trust_env=self._url is not None)
         try:
@@ -304,7 +299,7 @@ def _failed(status: int, message: str) -> ApiError:
 
 
 def models_routes(gateway: Gateway) -> Sequence[Route]:
-    """The list of models that a request may name, and each, with the fields that either vendor's client wants."""
+    """The list of models, and each, with the fields that either vendor's client wants."""
     started = datetime.now(UTC)
     of_openai = {"object": "model", "created": int(started.timestamp()), "owned_by": "agl"}
     of_anthropic = {"type": "model", "created_at": started, "lifecycle": "active"}
@@ -328,7 +323,7 @@ def models_routes(gateway: Gateway) -> Sequence[Route]:
 
 
 async def unserved(request: Request, error: Exception) -> Response:
-    """The answer to a path that leads nowhere, in the API that it resembles."""
+    """The error for an unknown path, in the API that it resembles."""
     path, status = request.url.path, error.status_code if isinstance(error, HTTPException) else 404
     target = find_route(path)
     if target is not None and target.route in DIALECTS:  # With POST it would have been a model call.
@@ -346,7 +341,7 @@ async def unserved(request: Request, error: Exception) -> Response:
 
 
 def document(routes: Iterable[BaseRoute], version: str) -> dict[str, Any]:
-    """OpenAPI 3.1 of the operations among these routes. What a model API takes and gives is documented elsewhere."""
+    """OpenAPI 3.1 of the operations among these routes, without the model APIs."""
     operations = [route.operation for route in routes if isinstance(route, OperationRoute)]
     models = dict.fromkeys(model for operation in operations for model in (operation.body, operation.reply))
     references, schemas = models_json_schema(

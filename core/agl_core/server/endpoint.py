@@ -1,7 +1,7 @@
-"""HTTP to a model server: connections that are kept, and replies that are read whole or as they come.
+"""HTTP to a model server: kept connections, and replies read whole or as they come.
 
-General HTTP clients take longer to prepare a request than the gateway takes for all the rest of a call. `Endpoint`
-prepares once what is the same for every request, and httptools reads the replies.
+General HTTP clients take longer to prepare a request than the gateway takes for the rest of a call. `Endpoint` prepares
+the common part once, and httptools reads the replies.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from agl_core.apis.streams import STREAM_TYPE
 
 MAX_UNREAD = 256 << 10
-"""Bytes of a streamed reply that wait for a slow client; until they are fewer, the model server is not read from."""
+"""Bytes of a streamed reply that may wait for a slow client, before reading from the model server pauses."""
 _FIRST_FINAL_STATUS = 200
-"""Replies below are interim ones."""
+"""Lower ones are interim."""
 
 
 class HttpReply(Struct, frozen=True):
@@ -31,22 +31,21 @@ class HttpReply(Struct, frozen=True):
 
     status: int
     headers: Mapping[str, str]
-    """By name in lower case; of those that came several times, the last."""
+    """By name in lower case; the last of several."""
     body: bytes
     parts: AsyncGenerator[Any, None] | None = None
-    """The body as it comes, if it is an event stream and was asked for like that; it has to be closed."""
+    """The body as it comes, if it was asked for so and is an event stream; to be closed."""
 
 
 class Endpoint:
-    """One URL to POST to, with headers that every request has, over connections with one request at a time each.
+    """One URL to POST to, with common headers, over connections that carry one request at a time.
 
-    Times are in seconds: `timeout` for a reply, `connect` for a connection, `idle` to keep one that is not used.
-    The last has to be less than the server's, which would otherwise close a connection just when a request is sent.
+    Times are in seconds: `timeout` for a reply, `connect` for a connection, `idle` to keep an unused one: less than the
+    server does, which would otherwise close a connection just when a request is sent.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, timeout: float, connect: float, idle: float) -> None:
         self.under_way = 0
-        """Requests that it has."""
         self.away_since = float("-inf")
         """When it was last missed, unless it answered since."""
         self._url = urlsplit(url)
@@ -58,10 +57,9 @@ class Endpoint:
         self._closed = False
 
     async def post(self, headers: Mapping[str, str], body: bytes, *, streamed: bool = False) -> HttpReply:
-        """The reply. TimeoutError if it takes longer; OSError if it did not come whole, or the server is not there.
+        """The reply; TimeoutError, or OSError if the server is away or breaks off. Cancelling closes the connection.
 
-        If it is cancelled, so is the request: its connection is closed. A `streamed` reply is there when its body
-        begins; `parts` raises the same errors, with the time to wait for each of them.
+        A `streamed` reply returns when its body begins; `parts` raises the same errors, with the timeout for each part.
         """
         connection = self._kept() or await self._new()
         late = asyncio.get_running_loop().call_later(self._timeout, connection.fail, TimeoutError())
@@ -79,7 +77,7 @@ class Endpoint:
         return reply
 
     async def _parts(self, connection: _Connection) -> AsyncGenerator[bytes, None]:
-        """Of the body under way. A server whose reply is not read to its end sees its connection closed."""
+        """The parts of the body under way; the connection is closed unless all are read."""
         try:
             while not connection.is_read:
                 async with asyncio.timeout(self._timeout):
@@ -91,13 +89,13 @@ class Endpoint:
             self._keep_for_later(connection)
 
     def close(self) -> None:
-        """Keep no connections any more; what is in flight goes on."""
+        """Close idle connections, and keep none; what is in flight goes on."""
         self._closed = True
         while self._idle:
             self._idle.pop()[0].close()
 
     def _kept(self) -> _Connection | None:
-        """The connection that was used last, if there is one that is still good."""
+        """The connection used last, if it is still good."""
         oldest = asyncio.get_running_loop().time() - self._keep
         while self._idle:
             connection, since = self._idle.pop()
@@ -133,22 +131,21 @@ class Endpoint:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; it closes itself once it cannot carry another request."""
+    """One connection, which closes itself once it cannot carry another request."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
         self._body: list[bytes] = []
-        """What came and is not read yet."""
+        """Parts that are not read yet."""
         self._unread = 0
-        """Its bytes, if it is read as it comes."""
+        """Bytes of these, in a streamed reply."""
         self._streamed, self._is_whole, self._status = False, True, 0
         self._broken: OSError | None = None
-        """Why the reply came to no end."""
         self.is_streaming = False
-        """True if the reply is an event stream, and was asked for like that."""
+        """True if the reply was asked for as a stream, and is one."""
         self._news: asyncio.Future[None] | None = None
-        """Done as soon as more of the reply is there, if somebody waits for it."""
+        """Done when more of the reply is there."""
 
     @property
     def is_open(self) -> bool:
@@ -156,11 +153,10 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_read(self) -> bool:
-        """True if the whole reply has been read."""
         return self._is_whole and not self._body
 
     async def ask(self, request: bytes, *, streamed: bool = False) -> HttpReply:
-        """The reply; if it is `streamed` and an event stream, its head alone."""
+        """The reply; without its body if it streams."""
         self._streamed, self._is_whole, self.is_streaming = streamed, False, False
         self._transport.write(request)
         while not (self._is_whole or self.is_streaming):
@@ -168,7 +164,7 @@ class _Connection(asyncio.Protocol):
         return HttpReply(self._status, self._headers, b"" if self.is_streaming else await self.read())
 
     async def read(self) -> bytes:
-        """The part of the body that came since the last time; empty only at its end. OSError if it broke off."""
+        """The body's next part; empty only at its end. OSError if it broke off."""
         while not (self._body or self._is_whole):
             await self._wait()
         parts, self._body = self._body, []
@@ -178,7 +174,6 @@ class _Connection(asyncio.Protocol):
         return b"".join(parts)
 
     async def _wait(self) -> None:
-        """Wait for more of the reply."""
         if self._broken is not None:
             raise self._broken
         self._news = asyncio.get_running_loop().create_future()
@@ -203,7 +198,7 @@ class _Connection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         if self._headers and not {"content-length", "transfer-encoding"} & self._headers.keys():
-            self.on_message_complete()  # Its body ends with the connection.
+            self.on_message_complete()  # The body ends with the connection.
 
     def connection_lost(self, error: Exception | None) -> None:
         self.fail(ConnectionError(str(error or "it closed the connection")))

@@ -1,7 +1,7 @@
-"""The gateway: it stands between agents and the model server, and is the only source of recorded tokens.
+"""The gateway between agents and the model server: the only source of recorded tokens.
 
-For each call: whose is it (attempt), what may it ask for (the mode's sampling), forward it, record it, and only
-then answer. What differs between APIs is in their dialects.
+Each call is attributed to an attempt, sampled by its mode, forwarded, recorded, and only then answered. Dialects hold
+the differences between APIs.
 """
 
 from __future__ import annotations
@@ -52,27 +52,26 @@ from agl_core.types import Call, Mode, Rollout, Sampling
 logger = logging.getLogger(__name__)
 
 _MAX_NOTES = 100
-"""Different notes that are logged."""
+"""Distinct notes logged."""
 
 
 class _ModelCall(Struct, frozen=True, eq=False):
-    """A request of an agent, whose it is, and in which API."""
+    """A request of an agent, with its attempt and API."""
 
     attempt: ActiveAttempt
     dialect: Dialect
     request: ModelRequest
     headers: Headers
     agent: str | None
-    """Who makes the call, if the request says so."""
     id: str
-    """The id under which it is recorded, unless the request retries another."""
+    """Recorded, unless the request retries another call."""
 
     def reply_headers(self, reply_id: str, ignored: str | None) -> dict[str, str]:
-        """Headers for the client; `ignored` is what the model server ignored of the request."""
+        """Headers for the client; `ignored` are fields that the model server ignored."""
         return {HEADER_CALL: reply_id, **self.attempt.reply_headers, **self.request.notes(ignored)}
 
     def policy(self, served: Destination) -> str:
-        """The policy that answers it; ApiError 404 if there is none."""
+        """The policy that answers; ApiError 404 if there is none."""
         model, agent, policies = self.request.model, self.agent, served.upstream.models
         policy = policy_of(agent, model, served.settings.agents, policies)
         if policy is not None:
@@ -88,7 +87,7 @@ class _ModelCall(Struct, frozen=True, eq=False):
 
 
 class Gateway:
-    """Answers agents' model calls, by way of what `relay` forwards to, unless an attempt says what answers it."""
+    """Answers agents' model calls by the attempt's own relay, or by `relay`."""
 
     def __init__(
         self, attribution: Attribution, store: Store, relay: Relay, prompts: Mapping[str, PromptSection]
@@ -98,17 +97,17 @@ class Gateway:
         self._budget = Budget()
         self._noted: set[str] = set()
         self._in_flight: dict[asyncio.Future[Reply], asyncio.Task[Any]] = {}
-        """Calls, and the requests that make them."""
+        """By call: the request that makes it."""
 
     def current_destination(self, attempt: ActiveAttempt) -> Destination:
-        """The destination of an attempt's calls; ApiError 503 while there is none."""
+        """The destination of an attempt's calls; ApiError 503 if there is none."""
         return self._relay_of(attempt).current_destination()
 
     def _relay_of(self, attempt: ActiveAttempt) -> Relay:
         return attempt.answered_by or self._relay
 
     async def answer(self, request: Request, send: Send, dialect: Dialect) -> None:
-        """One model call, from the agent's request to the agent's reply, and whether it arrived."""
+        """Answer one model call, and record whether the reply arrived."""
         attempt: ActiveAttempt | None = None
         exchange: Exchange | None = None
         response: Response
@@ -164,7 +163,7 @@ class Gateway:
             await self._delivered(attempt, exchange, arrived)
 
     async def kept(self, request: Request, dialect: Dialect, reply_id: str) -> Response:
-        """A response that was given before (GET), or its removal (DELETE); its echoes are known all the same."""
+        """Repeat a kept response (GET), or remove it (DELETE); echoes of it are still recognised."""
         try:
             exchange = (await self.attribution.open(request)).answered.of_reply(reply_id)
             if exchange is None or exchange.kept is None or exchange.request is None:
@@ -181,7 +180,7 @@ class Gateway:
             return dialect.refuse(as_answer(error, request.url.path))
 
     def _log(self, dialect: Dialect, notes: Mapping[str, str]) -> None:
-        """Log once what requests ask for and do not get."""
+        """Log once each field that was ignored."""
         for ignored in notes.values():
             note = f"{dialect.api}: {ignored}"
             if note not in self._noted and len(self._noted) < _MAX_NOTES:
@@ -189,13 +188,13 @@ class Gateway:
                 logger.warning("Ignored in requests of %s.", note)
 
     async def stop(self) -> None:
-        """Give up the calls that are still in flight."""
+        """Cancel the calls in flight."""
         for request in self._in_flight.values():
             request.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
 
     async def _counted(self, call: _ModelCall) -> Reply:
-        """A reply to no call, which says how long the prompt is."""
+        """A reply that tells the prompt's length; it is not recorded."""
         call.attempt.passed_through[call.dialect.api] += 1
         with self._relay_of(call.attempt).acquire_destination(call.attempt.rollout.group) as served:
             request = call.request
@@ -204,9 +203,9 @@ class Gateway:
             return read_reply(answer.body, answer.headers, "", logprobs=False)
 
     def _exchange(self, call: _ModelCall, raw: bytes) -> Exchange:
-        """That of the call which this request retries, or a new one."""
+        """The exchange of the call that this request retries, or a new one."""
         attempt, api, count = call.attempt, call.dialect.api, retry_count(call.headers)
-        digest = hash((api, raw))  # Of 64 bits, and keyed: enough to tell apart what one attempt asks.
+        digest = hash((api, raw))  # 64 bits, keyed: enough for the requests of one attempt.
         exchange = attempt.answered.retried(digest, count)
         if exchange is None:
             earlier = attempt.answered.unanswered(api, call.request.recorded) if count else None
@@ -216,10 +215,7 @@ class Gateway:
         return exchange
 
     async def _reply(self, call: _ModelCall, exchange: Exchange, live: LiveReply) -> Reply:
-        """Make the call, or join the one that this request retries.
-
-        A client that hangs up ends it only if the reply has begun.
-        """
+        """Make the call, or join the one that this request retries. Hanging up ends it once the reply has begun."""
         if exchange.kept is not None:
             return exchange.kept.read()
         if exchange.reply is not None:
@@ -240,12 +236,12 @@ class Gateway:
         return future.result()
 
     async def _make(self, call: _ModelCall, exchange: Exchange, done: asyncio.Future[Reply], live: LiveReply) -> Reply:
-        """Forward a call, and record it."""
+        """Forward a call and record it."""
         attempt, request, headers = call.attempt, call.request, call.headers
         with self._relay_of(attempt).acquire_destination(attempt.rollout.group) as served:
             started = time.time()
             policy = call.policy(served)
-            version = served.versions.get(policy)  # For an upstream that does not name it: the one at the call's start.
+            version = served.versions.get(policy)  # The one at the call's start, if the upstream names none.
             seed = call_seed(served.settings.seed, attempt.rollout, attempt.record.attempt, exchange.sequence)
             effective = effective_sampling(attempt.rollout, request.requested, served.settings.sampling, seed)
             body = forwarded(served.upstream, request.chat, effective, policy, trains=attempt.mode.trains)
@@ -290,28 +286,25 @@ class Gateway:
             await self._commit(attempt, record, exchange.supersedes, done)
             attempt.completed_calls += not late
             exchange.call = None if late else record
-            if live.was_left:  # Should its client ask again all the same, this one does not count.
+            if live.was_left:  # A retry replaces it.
                 exchange.supersedes = exchange.call
             if late and attempt.refuses_late:
                 raise attempt_closed(*attempt.key)
             return reply
 
     async def _others_first(self) -> None:
-        """Let other calls come as far as this one: what they all do next is faster one after the other.
-
-        Between two different things the code of each has left the processor's cache.
-        """
+        """Let other calls come as far as this one: the same step for all in turn stays in the processor's cache."""
         if len(self._in_flight) > 1:
             await asyncio.sleep(0)
 
     async def _delivered(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
-        """Record whether a reply arrived, if that is not what is recorded; its retry may arrive later."""
+        """Correct the record of whether a reply arrived; its retry may arrive later."""
         call = exchange.call
         if call is not None:
             exchange.arrived |= arrived
             if call.undelivered is exchange.arrived and not attempt.closed:
                 call = exchange.call = replace(call, undelivered=not exchange.arrived)
-                with contextlib.suppress(ApiError):  # It is logged, and no client waits for an answer.
+                with contextlib.suppress(ApiError):  # Logged, and no client waits.
                     await self._commit(attempt, call, None, _this_task())
             if exchange.arrived:
                 exchange.call = None
@@ -321,9 +314,9 @@ class Gateway:
     async def _commit(
         self, attempt: ActiveAttempt, call: Call, superseded: Call | None, done: asyncio.Future[Any]
     ) -> None:
-        """Write the call; an attempt that is closed meanwhile waits until it is `done`, so that the count is right.
+        """Write the call; closing its attempt waits until it is `done`, so that the count is right.
 
-        The call that it supersedes does not count any more: its reply never arrived.
+        A `superseded` call counts no more: its reply never arrived.
         """
         attempt.committing.add(done)
         try:
@@ -341,20 +334,19 @@ class Gateway:
 class LiveReply:
     """The reply to one request. A stream begins with the model's first chunk: until then errors have a status.
 
-    A client that leaves after that ends the sampling. One that leaves before may ask again, and gets the reply then.
+    A client that leaves later ends the sampling; one that leaves before may ask again for the same reply.
     """
 
     renderer: Renderer
-    """Of a stream."""
 
     def __init__(self, connection: HttpConnection, send: Send) -> None:
         self.has_begun = False
         self.was_left = False
-        """Whether its client left before its end, and so the model server was not heard out."""
+        """Its clients left before its end, and so it was cut."""
         self._connection, self._send = connection, send
 
     async def follow(self, answer: HttpReply, call: _ModelCall, waiting: Sequence[HttpConnection]) -> Reply:
-        """Pass a streamed reply on, all but the end; the whole of it. ApiError if it does not come to its end.
+        """Pass a streamed reply on, all but its end, and return all of it. ApiError if it breaks off.
 
         `waiting` are the connections of all who asked for it.
         """
@@ -401,8 +393,8 @@ def _this_task() -> asyncio.Task[Any]:
 def effective_sampling(rollout: Rollout, requested: Sampling, settings: SamplingSection | None, seed: int) -> Sampling:
     """Temperature and top_p by the rollout's mode, this call's seed, and the smaller of both token limits.
 
-    Without `settings` it is what the agent asks for: what is only recorded is sampled as it would be without agl. Of
-    rollouts that were opened from outside it is that too, and what is not asked for is said, so that it is known.
+    Sessions are sampled as they ask, with values for what they leave open. Without `settings` calls are only recorded,
+    and sampled as they would be without agl.
     """
     if settings is None:
         return requested
@@ -419,7 +411,7 @@ def effective_sampling(rollout: Rollout, requested: Sampling, settings: Sampling
 
 
 def replaced_prompts(prompts: Mapping[str, PromptSection], rollout: Rollout, agent: str | None) -> dict[str, str]:
-    """The texts in an agent's system messages that stand for named prompts, and the prompts that replace them."""
+    """For an agent: text in its system messages → the named prompt that replaces it."""
     texts = {name: rollout.prompts.get(name, prompt.text) for name, prompt in prompts.items()}
     return {
         prompt.replace: text
@@ -431,8 +423,7 @@ def replaced_prompts(prompts: Mapping[str, PromptSection], rollout: Rollout, age
 def call_seed(run_seed: int, rollout: Rollout, attempt: int, sequence: int) -> int:
     """A 63-bit sampling seed: the same for the same call of a repeated run, different for every other call.
 
-    A task may be drawn twice in one step, so the group's position is part of it. The group's name is not, since it
-    changes when a run is resumed.
+    It depends on the group's position, as a step may draw a task twice, and not on its name, which a resume changes.
     """
     position = [rollout.mode, rollout.step, rollout.position, rollout.task.id, rollout.member, attempt, sequence]
     return int.from_bytes(blake2b(orjson.dumps([run_seed, *position]), digest_size=8).digest(), "big") >> 1

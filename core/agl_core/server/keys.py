@@ -1,14 +1,11 @@
 """Attempts as queue and gateway share them, and whose request it is: the keys of operators, workers and agents.
 
-A rollout ends once; of its attempts at most one counts.
-
 operator  see what rollouts wait for, and view the run from another machine
 worker    lease rollouts
 lease     heartbeats and the end of one attempt: for the worker that leased it, and never in an environment
 agent     the calls and spans of one attempt
 
-Those from `lease` on are made from the server's secret and what they are for, as are those of a source of rollouts
-(`derive`). So none has to be kept, and all survive a restart.
+Keys of leases, agents and sources are derived from the server's secret: none is kept, and all survive a restart.
 """
 
 from __future__ import annotations
@@ -63,39 +60,35 @@ _AGENT_HINT = (
 
 @dataclass(slots=True, eq=False)
 class ActiveAttempt:
-    """An attempt that a worker holds. The gateway counts its calls here; after its end it stays known as closed."""
+    """An attempt that a worker holds; it stays known for a while after its end."""
 
     rollout: Rollout
     record: Attempt
     closed: bool = False
-    """Its calls no longer count: it has ended, or its end is being written."""
+    """It has ended, or its end is being written: calls no longer count."""
     started_calls: int = 0
     completed_calls: int = 0
-    """Calls that were recorded while it was open."""
+    """Calls recorded while it was open."""
     asking: dict[int, float] = field(default_factory=dict)
-    """Calls that wait for the model's reply, by their sequence: when they began."""
+    """By sequence: when each call began that waits for the model's reply."""
     last_answer: float | None = None
-    """When the latest call was answered."""
     interrupted: bool = False
-    """The server had no model for it, or could not record: if its agent breaks, that is why."""
+    """The server had no model for it, or could not record, which may break its agent."""
     gone_after: int | None = None
-    """How many calls were completed when the model server was gone last; None: it never was."""
+    """Completed calls when the model server was last gone."""
     passed_through: Counter[str] = field(default_factory=Counter)
-    """Requests that were passed on and not recorded, by route."""
+    """By route: requests passed on and not recorded."""
     context_overflows: int = 0
     last_failure: str | None = None
-    """The error of the last request that failed."""
     answered: Answered = field(default_factory=Answered)
     committing: set[asyncio.Future[Any]] = field(default_factory=set)
-    """Calls that are being written; the end waits for them, so that an attempt's calls are in the store before it."""
+    """Calls being written; the end waits for them, so that the store has them first."""
     closing: asyncio.Task[None] | None = None
-    """While its end is being written."""
     reported: Ending | None = None
-    """The ending with which it was closed, as reported."""
+    """The ending that its worker reported."""
     answered_by: Relay | None = None
-    """What answers its calls; None: what answers those of the run."""
+    """None: the run's relay."""
     reply_headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers that go onto each reply."""
 
     @property
     def key(self) -> AttemptKey:
@@ -106,35 +99,35 @@ class ActiveAttempt:
         return self.rollout.mode
 
     def next_sequence(self) -> int:
-        """The start sequence of the call that begins now."""
+        """Count a call that begins, and return its place."""
         self.started_calls += 1
         return self.started_calls - 1
 
     @property
     def refuses_late(self) -> bool:
-        """True if its calls are refused once it is closed; of rollouts from outside none are."""
+        """True if its calls are refused once it is closed; sessions refuse none."""
         return self.mode is not Mode.USE
 
     def call_id(self, prefix: str) -> str:
-        """The id of a new call, which begins as its API wants it."""
+        """The id of a new call; `prefix` is its API's."""
         return f"{prefix}{os.urandom(16).hex()}"
 
     async def keep(self, store: Store, *calls: Call) -> None:
-        """Record calls, all or none. StoreError if that failed."""
+        """Record calls, all or none; StoreError."""
         await store.put(*calls)
 
     async def delivered(self, arrived: bool) -> None:
-        """A reply was sent; `arrived` says whether it reached the client."""
+        """Hook: called after each reply, with whether it reached the client."""
 
     def forget(self) -> None:
-        """Its end is recorded: keep what says who it was and how it ended, and not what it may have much of."""
+        """Free the memory of an attempt whose end is recorded; who it was and how it ended stays."""
         self.answered.clear()
         self.last_failure = None
         self.rollout = replace(self.rollout, task=replace(self.rollout.task, input=None, metadata={}), prompts={})
         self.record = replace(self.record, result=None, error=None, passed_through=None, bypassed=None)
 
     def count_failure(self, error: ApiError) -> None:
-        """A request of the agent got an error instead of a reply."""
+        """Note an error that the agent got instead of a reply."""
         self.last_failure = error.message
         self.context_overflows += error.is_context_overflow
         self.interrupted |= error.status == 503
@@ -143,7 +136,7 @@ class ActiveAttempt:
 
 
 def attempt_key(rollout: str, number: str) -> AttemptKey | None:
-    """The attempt that a path or a header names; None if it cannot be one.
+    """The attempt that a path or header names; None if malformed.
 
     >>> attempt_key("r", "0"), attempt_key("r", "-1")
     (AttemptKey(rollout='r', attempt=0), None)
@@ -153,7 +146,7 @@ def attempt_key(rollout: str, number: str) -> AttemptKey | None:
 
 
 def decided(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str | None]:
-    """The ending and error to record, from the worker's report and from what only the gateway knows."""
+    """The ending and error to record, by the worker's report and the gateway's own observations."""
     ending, error = request.ending, request.error
     was_gone = attempt.gone_after == attempt.completed_calls  # A call that was answered since did not break the agent.
     if ending in _TRIED_AGAIN and (attempt.interrupted or was_gone):
@@ -172,9 +165,9 @@ def decided(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str 
 
 
 def is_tried_again(attempt: ActiveAttempt, ending: Ending, budget: int) -> bool:
-    """True if the rollout gets another attempt: if this one was lost, or broke before the policy acted in it.
+    """True if the rollout gets another of its `budget` attempts: this one was lost, or broke before the policy acted.
 
-    An attempt in which the policy already acted is data. `budget` is the number of attempts a rollout may have.
+    An attempt in which the policy acted is data.
     """
     if attempt.record.attempt + 1 >= budget:
         return False
@@ -182,9 +175,9 @@ def is_tried_again(attempt: ActiveAttempt, ending: Ending, budget: int) -> bool:
 
 
 def reported(key: AttemptKey, request: CloseRequest) -> list[Record]:
-    """The agent side's report of the attempt, as records; rewards of one name add up."""
+    """The agent side's report as records; rewards of one name add up."""
     tool_results = [
-        # The sources that the agent's side has, whatever else it claims.
+        # The agent's side has two sources, whatever it claims.
         replace(report, **key._asdict(), source=Source.COMMAND if report.source is Source.COMMAND else Source.ADAPTER)
         for report in request.tool_results
     ]
@@ -197,10 +190,9 @@ def reported(key: AttemptKey, request: CloseRequest) -> list[Record]:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one server. They are compared in constant time, and neither logged nor stored with the run.
+    """The keys of one server: compared in constant time, never logged or stored with the run.
 
-    The keys of leases and agents are made of `secret`; `chosen` has the names of the variables by which the user set
-    keys.
+    `secret` derives the keys of leases and agents; `chosen` names the variables by which the user set keys.
     """
 
     worker: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
@@ -208,13 +200,13 @@ class Keys:
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     chosen: frozenset[str] = frozenset()
     passthrough: str | None = field(default=None, repr=False)
-    """The key that the server sends with requests that it passes through."""
+    """The server's own key for requests that it passes through."""
 
     @classmethod
     def of_run(cls, file: Path) -> Keys:
-        """The keys of a run: from AGL_WORKER_KEY and AGL_OPERATOR_KEY, else from `file`, else new ones.
+        """Take the keys out of AGL_WORKER_KEY and AGL_OPERATOR_KEY, else read `file`, else make new ones.
 
-        These variables leave the environment. ServerError if one is invalid, or both are the same.
+        ServerError if a key is invalid, or both are the same.
         """
         fresh, before, chosen = cls(), ServerFile.read(file), take_keys()
         for name, key in chosen.items():
@@ -231,10 +223,7 @@ class Keys:
         return keys
 
     def write(self, file: Path, base_url: str, *, begun: bool = False, over: bool = False) -> None:
-        """Keep them in `file`, for its owner's eyes only; a key that the user chose is not written down.
-
-        `begun` says that the store knows of the run, `over` that the run has made its last step.
-        """
+        """Write a `ServerFile`; keys that the user chose are left out."""
         ServerFile(
             base_url=base_url,
             worker_key=None if WORKER_KEY in self.chosen else self.worker,
@@ -249,11 +238,11 @@ class Keys:
         return self.derive(f"agent/{attempt.rollout}/{attempt.attempt}")
 
     def of_lease(self, attempt: AttemptKey) -> str:
-        """The secret of the lease of one attempt."""
+        """The secret of one attempt's lease."""
         return self.derive(f"lease/{attempt.rollout}/{attempt.attempt}")
 
     def check_host(self, host: str) -> None:
-        """ServerError if others can reach `host`, and the user did not choose the workers' key."""
+        """ServerError if other machines can reach `host` and the user chose no worker key."""
         if WORKER_KEY not in self.chosen and not is_loopback(host):
             raise ServerError(
                 f"The Lightning Server does not listen on {host}, where other machines can reach it, without a key of "
@@ -272,14 +261,14 @@ class Keys:
             raise refused_key(request, f"This route takes the key of: {right}.")
 
     def holder(self, request: Request, attempts: Iterable[AttemptKey]) -> AttemptKey:
-        """The attempt whose agent's key the request carries; ApiError 401 if it is none of these."""
+        """The one of `attempts` whose agent's key the request carries; ApiError 401 if none."""
         for attempt in attempts:
             if carries(request, self.of_attempt(attempt)):
                 return attempt
         raise refused_key(request, _AGENT_HINT)
 
     def derive(self, purpose: str) -> str:
-        """The key for this purpose: always the same, and no other key says what it is."""
+        """The key for this purpose: always the same, and not to be told from other keys."""
         return _made(self.secret, purpose)
 
 
@@ -290,7 +279,7 @@ def _made(secret: str, name: str) -> str:
 
 
 def _sent(request: Request) -> list[str]:
-    """The bearer token, `x-api-key` (many of Anthropic's clients) and `api-key` (Azure's); one of them is enough."""
+    """The bearer token, `x-api-key` (many of Anthropic's clients) and `api-key` (Azure's)."""
     headers = request.headers
     scheme, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
@@ -302,12 +291,12 @@ def carries(request: Request, key: str) -> bool:
 
 
 def equal_secrets(sent: str, key: str) -> bool:
-    """Compare in a time that tells nothing of the key."""
+    """Compare in constant time."""
     return hmac.compare_digest(sent.encode(errors="surrogatepass"), key.encode())
 
 
 def refused_key(request: Request, hint: str) -> ApiError:
-    """The answer to a request without the right key."""
+    """The 401 for a missing or wrong key."""
     fault = "is not the right one" if request.headers.get("authorization") or any(_sent(request)) else "is missing"
     return ApiError(401, f"The API key (Authorization: Bearer …, or x-api-key) {fault}. {hint}", code="invalid_api_key")
 
@@ -320,38 +309,34 @@ def is_loopback(host: str) -> bool:
 
 
 class RolloutSource:
-    """Opens rollouts of mode `use` beside those of the queue; this one opens none.
+    """Opens rollouts of mode `use` beside the queue's; this base opens none. Used on the server's event loop.
 
-    All methods belong to the server's event loop.
-
-    Each rollout has one attempt, whose `ActiveAttempt` says what answers its calls and how they are recorded.
+    Each rollout has one `ActiveAttempt`, which says what answers its calls and how they are recorded.
     """
 
     @property
     def routes(self) -> Sequence[Route]:
-        """Further routes of the server."""
         return ()
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """The part of the server's health that is about it."""
+        """Its part of the server's `Activity`."""
         return {}
 
     async def start(self, base_url: str) -> None:
-        """Called when the server has its port, before it listens."""
+        """Called before the server listens."""
         return
 
     async def stop(self) -> None:
-        """Called when the server listens no more."""
+        """Called after the server has stopped listening."""
         return
 
     async def attempt_of(self, request: Request) -> ActiveAttempt | None:
-        """The attempt that a model call belongs to, open or not; None: to none of its. ApiError if it is refused."""
+        """The attempt of a model call, open or not; None if the call is not its own. ApiError to refuse it."""
         return None
 
 
 SourceFactory: TypeAlias = Callable[[Store, Keys], Awaitable[RolloutSource]]
-"""Makes the source of a run's server."""
 
 
 class Attribution:
@@ -367,23 +352,23 @@ class Attribution:
         self._keys, self._known, self._running, self._source = keys, known, running, source
 
     async def of(self, request: Request) -> ActiveAttempt:
-        """The attempt that a request belongs to, open or not: its key says so, and its path or a header may.
+        """The attempt of a request, open or not, by its key, and by its path or a header if they name one.
 
-        ApiError 401 without that attempt's key, whatever else is wrong. ApiError 400 if path and header differ, 404
-        if there is no such attempt; those of the source.
+        ApiError 401 without that attempt's key, then 400 if path and header differ, 404 if there is no such attempt;
+        or the source's.
         """
         opened = await self._source.attempt_of(request)
         return self.leased(request) if opened is None else opened
 
     async def open(self, request: Request) -> ActiveAttempt:
-        """The same; ApiError 410 if it is closed and takes no calls then."""
+        """The same; ApiError 410 if it is closed and refuses late calls."""
         attempt = await self.of(request)
         if attempt.closed and attempt.refuses_late:
             raise attempt_closed(*attempt.key)
         return attempt
 
     def leased(self, request: Request) -> ActiveAttempt:
-        """The same, of the attempts of the queue alone."""
+        """The same, among the queue's attempts."""
         path, header = request.path_params, request.headers.get(HEADER_ROLLOUT)
         in_path = f"{path['rollout']}/{path['attempt']}" if "rollout" in path else None
         name = header if in_path is None else in_path

@@ -1,7 +1,7 @@
-"""HTTP below the routes: uvicorn's protocol on an event loop that is not its own, and limits where it has none.
+"""HTTP below the routes: uvicorn's protocol on an event loop that is not its own, and limits that it lacks.
 
-httptools and uvicorn read requests and write replies. What is here bounds what a client can make the server keep, with
-a key or without, and tells the gateway whether a reply left for its client.
+httptools and uvicorn read requests and write replies. This module bounds the memory that a client can take, with a key
+or without, and tells the gateway whether a reply left for its client.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_HEAD_BYTES = 96 << 10
-"""Of a request's line and headers: where a head has more, its connection is closed before it is whole."""
+"""A larger request line with headers closes the connection."""
 MAX_PIPELINED_REQUESTS = 32
-"""Requests that a client may send over one connection before it has the reply to the first one."""
+"""Requests that a client may send over one connection before the first reply."""
 REQUEST_TIMEOUT = 30.0
-"""Seconds that a client gets for a whole request, from its connection or the request's first byte on."""
+"""Seconds for a whole request, from the connection or the request's first byte on."""
 BODY_BYTES_PER_SECOND = 16 << 10
 """Slowest accepted upload; extends `REQUEST_TIMEOUT`."""
 CONNECTION = "agl.connection"
-"""In a request's scope: the `HttpConnection` over which it came."""
+"""Key of a request's `HttpConnection` in its scope."""
 MAX_AGENT_BODY = 64 << 20
-"""Bytes of a request of an agent: images and audio need space."""
+"""Bytes of an agent's request: images and audio need space."""
 HELD_BODY = "agl.body"
-"""In a request's scope: its `HeldBody`."""
+"""Key of a request's `HeldBody` in its scope."""
 MAX_HELD_OF_ATTEMPT, MAX_HELD = 128 << 20, 2 << 30
-"""Weight of the bodies that are not answered yet: of one attempt, and of all requests."""
+"""Weight of unanswered bodies: of one attempt, and of all requests."""
 _VALUE_WEIGHT, _SMALL_WEIGHT = 100, 33
-"""Bytes that a JSON value takes in memory; and for each byte of a small body, whose values are not counted."""
+"""Bytes in memory: of a JSON value, and for each byte of a small body, whose values are not counted."""
 _SMALL, _LARGE = 4 << 10, 1 << 20
-"""Bytes up to which a body is small, and from which on it is unpacked and looked through off the event loop."""
+"""Bytes up to which a body is small, and from which on it is unpacked and scanned off the event loop."""
 _UNSENT = 0.01
-"""Seconds between two looks at what is not sent yet."""
+"""Seconds between two looks at unsent bytes."""
 _GRACEFUL = 5.0
-"""Seconds that requests in flight get at the end."""
+"""Seconds for requests in flight at the end."""
 _LOOK = 0.005
-"""Seconds between two looks, at the end, whether the last connection is closed; uvicorn has no event for that."""
+"""Seconds between two looks for open connections at the end; uvicorn has no event for that."""
 _KEEP_ALIVE = 75
-"""Seconds an idle connection is kept: longer than clients do (5 in httpx), so that none is closed under a request."""
+"""Seconds an idle connection is kept: longer than by clients (5 in httpx), so that none is closed under a request."""
 
 
 class Listening:
-    """Answers by `app` what comes to a socket, from `start` to `stop`."""
+    """Serves `app` on a socket, from `start` to `stop`."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         self._listener, self._state = listener, ServerState()
@@ -88,12 +88,12 @@ class Listening:
         self._config.load()
 
     async def start(self) -> None:
-        # uvicorn's Server would take signals, and look ten times a second whether it should end.
+        # uvicorn's Server would take signals, and poll ten times a second whether it should end.
         connect = functools.partial(HttpConnection, self._config, self._state, {})
         self._server = await asyncio.get_running_loop().create_server(connect, sock=self._listener)
 
     async def stop(self) -> None:
-        """Finish the requests in flight, which get a few seconds, and close the port."""
+        """Close the port, and give requests in flight a few seconds."""
         self._server.close()
         for connection in [*self._state.connections]:
             connection.shutdown()
@@ -107,13 +107,13 @@ class Listening:
 
 
 def url_of(host: str, port: int) -> str:
-    """The URL by which this machine reaches a server that listens there."""
+    """The URL by which this machine reaches a server on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is a free one. ServerError if that cannot be."""
+    """A listening socket, for port 0 on a free one; ServerError."""
     # asyncio sets TCP_NODELAY only where the protocol is named; without it a body waits 40 ms for its head.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -137,9 +137,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """Closes a connection whose client sends what is no HTTP, or too large a head, takes long, or does not wait.
+    """Closes the connection of a client that sends no HTTP, too large a head, or too many requests, or is too slow.
 
-    Too large: more than `MAX_HEAD_BYTES` that are no part of a body (a head, a chunk's extension, trailers).
+    A head is all outside of bodies: request line, headers, a chunk's extension, trailers.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -156,11 +156,11 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_gone(self) -> bool:
-        """True if nothing more reaches the client."""
+        """True if the client cannot be reached any more."""
         return self._lost or self.transport.is_closing()
 
     def reply(self, response: Response, send: Send) -> None:
-        """Send a whole reply, without the two messages, headers and checks that ASGI makes of it."""
+        """Send a whole reply, faster than by ASGI's messages and checks."""
         cycle: RequestResponseCycle = send.__self__  # type: ignore[attr-defined]  # uvicorn's state of the exchange
         closes = b"" if cycle.keep_alive else b"connection: close\r\n"
         head = b"".join([b"%b: %b\r\n" % header for header in response.raw_headers])
@@ -174,7 +174,7 @@ class HttpConnection(HttpToolsProtocol):
         cycle.on_response()
 
     async def has_left(self) -> bool:
-        """Wait until what is written has left for the client; False if the connection broke before."""
+        """Wait until all that was written has left for the client; False if the connection broke before."""
         for _ in range(2):  # uvloop tells of a break in a later turn.
             await asyncio.sleep(0)
         while not self._lost and self.transport.get_write_buffer_size():  # noqa: ASYNC110
@@ -262,33 +262,31 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class HeldBody:
-    """The memory that one request's body takes, from its first byte until the request is answered."""
+    """The memory of one request's body, from its first byte until the request is answered."""
 
     def __init__(self, weights: dict[AttemptKey | None, int]) -> None:
         self._weights, self._weight = weights, 0
         self.attempt: AttemptKey | None = None
-        """The attempt that sent it, if one did; set before any weight is."""
+        """The attempt that sent it, if any; set before `add`."""
 
     def add(self, weight: int) -> None:
-        """ApiError if the attempt, or all requests, hold too much then."""
+        """Hold more; ApiError if that is too much for the attempt, or for all requests."""
         self._weight += weight
         in_all = self._hold(None, weight)
         if self.attempt is not None and self._hold(self.attempt, weight) > MAX_HELD_OF_ATTEMPT:
             problem = "The requests of this attempt that are not answered yet are too large together"
             raise ApiError(429, f"{problem}: wait for replies.", code="too_much_in_flight", retry_after=5)
-        # Ordinary requests go on where large ones fill the space of all.
+        # Ordinary requests go on where large ones fill the common space.
         if in_all > MAX_HELD * (1 if self._weight > _LARGE else 2):
             problem = "The server holds too many large requests: this one may be sent again."
             raise ApiError(503, problem, type="server_error", code="too_much_in_flight", retry_after=5)
 
     def release(self) -> None:
-        """The request is answered."""
         for holder in {self.attempt, None}:
             if not self._hold(holder, -self._weight):
                 del self._weights[holder]
 
     def _hold(self, holder: AttemptKey | None, weight: int) -> int:
-        """The weight that this holder holds, with so much more."""
         self._weights[holder] = held = self._weights.get(holder, 0) + weight
         return held
 
@@ -300,11 +298,10 @@ async def read_body(
     *,
     count_values: Callable[[bytes, int], int] | None = count_values,
 ) -> bytes:
-    """The body of a request, without its content encoding; ApiError if it is too large, or breaks off.
+    """The body of a request, decoded and held for `attempt`; ApiError if it is too large, or breaks off.
 
-    It may have `most` bytes, by default as many as an agent may send, and `MAX_VALUES` unless it is no JSON and so has
-    no `count_values`: parsing makes an object of each value, however few bytes it has. Nothing is read of one that
-    announces more. It counts as held by the `attempt` that sent it.
+    It may have `most` bytes, by default an agent's maximum, and `MAX_VALUES` JSON values by `count_values` (None: no
+    JSON), as parsing makes an object of each. A body that announces more bytes is not read.
     """
     most = MAX_AGENT_BODY if most is None else most
     held: HeldBody = request.scope[HELD_BODY]
@@ -342,7 +339,7 @@ async def read_body(
 
 
 async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of what may wait; ApiError, and the work is given up, if the client goes away meanwhile."""
+    """The result of `work`; if the client goes away meanwhile, it is cancelled, and ApiError raised."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -377,16 +374,14 @@ async def _decompressed(body: bytes, most: int, held: HeldBody) -> bytes:
 
 
 def body_too_large(most: int) -> ApiError:
-    """The answer to a body of more than `most` bytes."""
     return ApiError(413, f"The request body is larger than {most >> 20} MiB.", code="body_too_large")
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run` on uvloop's event loop where there is one: it takes less of every request's time.
+    """`asyncio.run` on uvloop's event loop, if installed: it takes less of every request's time.
 
-    The garbage collector leaves alone what is there at the start, all that was imported. It waits for more new objects
-    than some thousand calls in flight have, because nearly all of them are gone without it when their call ends; and it
-    rarely looks at all the rest, which stops every request for a tenth of a second.
+    The garbage collector ignores all that was imported, and waits for more new objects than some thousand calls in
+    flight have, since these nearly all go with their call. It rarely does a full pass, which takes a tenth of a second.
 
     >>> async def example() -> int:
     ...     return 1

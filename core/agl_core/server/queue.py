@@ -1,11 +1,11 @@
-"""The rollout queue: every rollout's way from queued over running to done, each step of which is made in the store.
+"""The rollout queue: every rollout's way from queued over running to done, each step made in the store.
 
 queued ──lease──▶ running ──close_attempt──▶ done
    ▲               │   ▲
    └─ tried again ─┘   └ heartbeat
 
-The store alone knows what waits, what is leased and what is done, so several servers may share it: each serves the
-attempts that it leased, and any of them ends those of a server that is gone.
+The store alone knows the states, so several servers may share it: each serves the attempts that it leased, and any of
+them ends those of a server that is gone. A rollout ends once, and at most one of its attempts counts.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from agl_core.wire import (
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 10_000
-"""Closed attempts kept in memory, to tell a late call from a wrong address."""
+"""Closed attempts kept, to tell a late call from a wrong address."""
 _HEARTBEATS_PER_LEASE = 4
-"""A worker keeps what it holds although three of them are late or lost."""
+"""Three of them may be late or lost."""
 _LONGEST_PAUSE, _LOOKS_PER_LEASE = 1.0, 20
-"""Seconds between two looks into the store, and how often a lease is looked at before it runs out, at least."""
+"""At most so many seconds between two looks into the store, and at least so many looks per lease."""
 _AFTER_FAILURE = 5.0
 """Seconds until the next look into a store that failed."""
 _TAKEN_AWAY = (None, Ending.LOST, Ending.CANCELLED)
@@ -52,27 +52,24 @@ _TAKEN_AWAY = (None, Ending.LOST, Ending.CANCELLED)
 
 @dataclass(slots=True)
 class _Sighting:
-    """A lease as this server's looks into the store found it, no matter which server gave it.
+    """One lease over this server's looks into the store, whichever server gave it.
 
-    Looks are counted, not time: clocks of several machines differ, all of them may jump, and a server that stood still
-    has not given workers the chance to renew their leases.
+    Looks are counted, not time: clocks differ and jump, and a server that stood still gave workers no chance to renew.
     """
 
     renewals: int = -1
     age: int = -1
-    """Looks after the first one that found it."""
+    """Looks since the first that found it."""
     silence: int = -1
-    """Looks after the first one that found it renewed so often."""
+    """Looks since it was last found renewed."""
 
 
 class RolloutQueue:
-    """The lifecycle of rollouts. What a method did is in the store before it returns.
+    """The lifecycle of rollouts, on one event loop. Each method returns once the store has what it did.
 
-    `attempts` says how often a rollout is tried; `hook` is `Plugins.hook`; `keys` make the agents' keys; `prompts` are
-    the texts of named prompts for every rollout that has no others. Times are in seconds: an attempt that is not closed
-    counts as lost `grace` after its `timeout`. A worker that sends heartbeats loses what it holds `lease` after the
-    last one that named it; a worker that never sent one keeps it up to that timeout. All methods belong to one event
-    loop.
+    A rollout is tried up to `attempts` times; `prompts` are the texts of named prompts where a rollout has no others.
+    An attempt that is not closed is lost `timeout` + `grace` seconds after its start, or `lease` seconds after the last
+    heartbeat that named it, if its worker sends any.
     """
 
     def __init__(
@@ -93,31 +90,28 @@ class RolloutQueue:
         self._pause = min(_LONGEST_PAUSE, lease / _LOOKS_PER_LEASE)
         self._beating: set[str] = set()
         """Workers that have sent a heartbeat."""
-        self.attempts: dict[AttemptKey, ActiveAttempt] = {}
-        """Those, and others that ended not long ago."""
         self.running: dict[AttemptKey, ActiveAttempt] = {}
-        """Those leased here that workers hold, oldest first."""
+        """Attempts leased here that workers hold, oldest first."""
+        self.attempts: dict[AttemptKey, ActiveAttempt] = {}
+        """These, and others that ended not long ago."""
         self._closed_attempts: deque[AttemptKey] = deque()
         self.ended: float | None = None
         """When a rollout last ended here, in Unix seconds."""
         self.queued = 0
-        """Rollouts that waited for a worker when `watch` looked last."""
+        """Rollouts that waited for a worker at the last look."""
         self._work, self._progress = asyncio.Event(), asyncio.Event()
         """Set, and replaced, when rollouts may wait for a worker, and when some may be done."""
         self.waiting = 0
-        """Leases that wait for a rollout."""
+        """Requests for a lease that wait for a rollout."""
         self._lending, self._closed, self._stopped = True, False, False
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> None:
-        """Add new rollouts at the end, all or none."""
+        """Append new rollouts, all or none."""
         await self._store.put(*rollouts)
         self._offer()
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Start attempts of up to `request.capacity` rollouts, oldest first; waits for the first one.
-
-        If it is cancelled while it waits, nothing was taken.
-        """
+        """Start attempts of the oldest `request.capacity` rollouts; waits for the first. Cancelled, it took nothing."""
         self.waiting += 1
         try:
             claimed = await self._claim(request)
@@ -130,10 +124,7 @@ class RolloutQueue:
         return LeaseReply(leases=[self._leased(active) for active in held], closed=self._closed)
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
-        """A worker lives: renew the leases of the attempts that it names.
-
-        A worker's first heartbeat starts the clock of all that it holds.
-        """
+        """Renew the leases that a worker names; its first heartbeat starts the clock of all that it holds."""
         self._beating.add(request.worker)
         secrets = {AttemptKey(held.rollout, held.attempt): held.secret for held in request.attempts}
         own = {key for key, secret in secrets.items() if equal_secrets(secret, self._keys.of_lease(key))}
@@ -145,8 +136,8 @@ class RolloutQueue:
     async def close_attempt(self, key: AttemptKey, request: CloseRequest) -> CloseReply:
         """End an attempt: its calls no longer count, and its rollout is done or tried again.
 
-        The same report sent again gets the same answer. What a worker reports of an attempt that was lost and tried
-        again does not count. ApiError 404 if it was not leased here and has not ended.
+        The same report sent again gets the same answer; one of an attempt that was lost meanwhile does not count.
+        ApiError 404 if it was not leased here and has not ended.
         """
         active = await self._known(key)
         if active is None or (active.record.ending is None and key not in self.attempts):
@@ -159,9 +150,8 @@ class RolloutQueue:
         return await self._end(active, request)
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
-        """Those of `ids` that are done, in the order in which they were added; waits until one is.
+        """Wait until some of `ids` are done, and return these, oldest first; the store has all their records.
 
-        Their calls, tool results and rewards are in the store. Asking changes nothing, so it may be asked again.
         ApiError 503 once the queue is stopped.
         """
         while True:
@@ -174,7 +164,7 @@ class RolloutQueue:
             await progress.wait()
 
     async def cancel(self, ids: Collection[str], ending: Ending = Ending.CANCELLED) -> None:
-        """End these rollouts, whether queued or running; those that are done or unknown stay so."""
+        """End these rollouts, queued or running; others are passed over."""
         while True:
             withdrawn, leases = await self._store.withdraw(ids, ending)
             if withdrawn:
@@ -186,36 +176,36 @@ class RolloutQueue:
             await asyncio.gather(*(self._end(active, CloseRequest(ending=ending)) for active in held))
 
     async def abandon(self, run: str) -> None:
-        """End as lost all that earlier restarts of the run left."""
+        """End as lost all that earlier restarts of a run left."""
         states = (RolloutState.QUEUED, RolloutState.RUNNING)
         ids = [rollout.id for state in states for rollout in await self._store.rollouts(run=run, state=state)]
         await self.cancel(ids, Ending.LOST)
 
     def lend(self, lending: bool) -> None:
-        """Lease rollouts from now on, or have leases wait."""
+        """Lease rollouts from now on, or let leases wait."""
         self._lending = lending
         self._offer()
 
     def close(self) -> None:
-        """The run is over: no more rollouts are leased, and workers end."""
+        """End the run: nothing more is leased, and workers end."""
         self._closed = True
         self._offer()
 
     def stop(self) -> None:
-        """The server ends, not the run: requests that wait are refused, and may be sent again elsewhere or later."""
+        """End the server, not the run: requests that wait are refused, and may be sent again later."""
         self._stopped = True
         self.lend(False)
         self._wake()
 
     async def watch(self) -> None:
-        """Look into the store until cancelled: end what is overdue as lost, and see what other servers did."""
+        """Look into the store until cancelled: end overdue attempts as lost, and see what other servers did."""
         sightings: Mapping[AttemptKey, _Sighting] = {}
         while True:
             pause = self._pause
             try:
                 sightings = await self._look(sightings)
             except Exception as failed:
-                # What cannot be renewed meanwhile is not overdue.
+                # Nothing could be renewed meanwhile.
                 sightings, pause = {}, _AFTER_FAILURE
                 logger.error("Attempts cannot be watched: %s", failed, exc_info=not isinstance(failed, StoreError))
             self._wake()
@@ -262,7 +252,6 @@ class RolloutQueue:
         return []
 
     def _leased(self, active: ActiveAttempt) -> Lease:
-        """The attempt as its worker gets it."""
         task = active.rollout.task
         return Lease(
             rollout=active.rollout.id,
@@ -283,7 +272,7 @@ class RolloutQueue:
         return self.attempts.get(key) or await self._recalled(key)
 
     async def _recalled(self, key: AttemptKey) -> ActiveAttempt | None:
-        """An attempt as the store has it: it ended long ago, or another server leased it."""
+        """An attempt from the store: it ended long ago, or another server leased it."""
         for record in await self._store.attempts(key.rollout):
             if record.key == key:
                 rollout, ended = await self._store.rollout(key.rollout), record.ending is not None
@@ -291,7 +280,7 @@ class RolloutQueue:
         return None
 
     async def _end(self, active: ActiveAttempt, request: CloseRequest) -> CloseReply:
-        """End an attempt, unless it has ended; the first request decides how."""
+        """End an attempt; the first request decides how."""
         if active.record.ending is None:
             if active.closing is None:
                 active.closed, active.reported = True, request.ending
@@ -344,11 +333,11 @@ class RolloutQueue:
             self._offer()
 
     def _wake(self) -> None:
-        """Let all who wait for rollouts to be done look again."""
+        """Let `done` look again."""
         self._progress.set()
         self._progress = asyncio.Event()
 
     def _offer(self) -> None:
-        """Let all who wait for a rollout to run look again. Each look is a write, so there is none without need."""
+        """Let leases look again. Each look is a write, so there is none without need."""
         self._work.set()
         self._work = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The Lightning Server: rollout queue, gateway and the routes of plugins behind one port."""
+"""The Lightning Server: rollout queue, gateway and plugins' routes behind one port."""
 
 from __future__ import annotations
 
@@ -30,17 +30,15 @@ from agl_core.wire import Activity, RunningAttempt
 
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
 _MAX_SHOWN = 100
-"""Running attempts that `activity` names."""
+"""Running attempts in `activity`."""
 
 
 class LightningServer:
     """Serves agents and workers from the event loop that starts it.
 
     Agents reach `base_url` + the attempt's path + /v1 with their attempt's key, workers `base_url`/agl/v1 with
-    `worker_key`. `settings` say how rollouts are sampled and tried, `listen` where the server listens and when a worker
-    counts as lost, and `gateway` what agents may send; `hook` is `Plugins.hook`. ServerError if others can reach the
-    host and the user did not choose `keys`. Without `upstream`, rollouts wait until `serve` names one. A `source` opens
-    rollouts from outside, beside those of the queue.
+    `worker_key`. `hook` is `Plugins.hook`. Without `upstream`, rollouts wait until `serve` names one. ServerError if
+    other machines can reach the host and the user did not choose `keys`.
 
     >>> async def example(store, upstream, plugins, rollout):
     ...     settings = RunSettings(sampling=SamplingSection(), seed=0, timeout=120, attempts=2)
@@ -78,7 +76,7 @@ class LightningServer:
         self.relay = Relay(self.queue.lend)
         self.relay.withdraw()
         self.versions = self.relay.versions
-        """The version being served of each policy, for upstreams whose replies do not name it."""
+        """By policy: the version being served, for upstreams whose replies do not name it."""
         self._upstream, self._settings = upstream, settings
         self._source = source or RolloutSource()
         attribution = Attribution(keys, self.queue.attempts, self.queue.running, self._source)
@@ -91,7 +89,7 @@ class LightningServer:
 
     @property
     def base_url(self) -> str:
-        """Where the server listens, without a path; known once it has started."""
+        """The server's address, without a path; known once it has started."""
         return url_of(self._host, self._port)
 
     async def start(self) -> None:
@@ -110,21 +108,18 @@ class LightningServer:
         await self._listening.start()
 
     async def begin(self, run: Run) -> None:
-        """Take in the rollouts of this restart; what earlier ones left unfinished ends as lost."""
+        """Begin this restart of a run: unfinished rollouts of earlier ones end as lost."""
         self.relay.withdraw()
         await self.queue.abandon(run.id)
         await self.store.put(run)
 
     def serve(self, upstream: Upstream, versions: Mapping[str, int]) -> None:
-        """Lend rollouts from now on, and have this model server answer their calls; `versions` are its policies'."""
+        """Lend rollouts from now on, with this model server for their calls; `versions` are its policies'."""
         self.versions.update(versions)
         self.relay.serve(upstream, self._settings)
 
     async def stop(self, *, over: bool = True) -> None:
-        """End leases and calls in flight, and close the port; calling it again changes nothing.
-
-        If the run is `over`, workers end; else they wait for the next server.
-        """
+        """End leases and calls in flight, and close the port. Workers end if the run is `over`, else they wait."""
         listening = self._listening
         if listening is None:
             return
@@ -149,7 +144,7 @@ class LightningServer:
         await self.stop()
 
     def activity(self) -> Activity:
-        """The server's health, and the state of its rollouts: how many wait, and for what."""
+        """The server's health, and the state of its rollouts."""
         now = time.time()
 
         def since(begun: float | None) -> float | None:

@@ -1,7 +1,7 @@
-"""The model servers: which of several answers a request, the connections to them, and what they refuse.
+"""The model servers: which one answers a request, the connections to them, and their errors.
 
-A rollout stays with one server, where the beginning of its prompts is cached. It moves if that server is away, or has
-much more to do than another. A new rollout goes to a server with the fewest requests under way.
+A rollout begins at the least busy server and stays there, where the beginning of its prompts is cached, unless that
+server is away or much busier than another.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from agl_core.types.forms import parse_json
 logger = logging.getLogger(__name__)
 
 OVERLOADED, SLACK = 2, 8
-"""A rollout leaves a server that has this many times as many requests as the least busy one, and so many more."""
+"""A rollout leaves a server with more than this factor times the least busy one's requests, plus so many."""
 REST = 5.0
-"""Seconds for which a server that could not be reached is left alone."""
+"""Seconds without requests for a server that could not be reached."""
 MAX_ROLLOUTS = 65_536
-"""Rollouts whose server is remembered; an older one counts as new."""
+"""Rollouts whose server is remembered; the oldest goes first."""
 _IDLE = 4.0
-"""Seconds an idle connection is kept: less than the 5 after which uvicorn, vLLM's server, closes it."""
+"""Seconds an idle connection is kept; uvicorn, vLLM's server, closes it after 5."""
 _CONNECT = 10.0
 _PROXYS_OWN = frozenset({502, 503, 504})
-"""The statuses by which a proxy answers for a server that is away."""
+"""A proxy's statuses for a server that is away."""
 _OVERFLOW_PHRASES = (CONTEXT_OVERFLOW, "maximum context length", "longer than the maximum model length")
 _ERROR_FIELDS = ("type", "param", "code")
 
 
 Chunks: TypeAlias = AsyncGenerator[list[Mapping[str, Any]], None]
-"""The chunks of a reply, as they come; to be closed. ApiError if it breaks off, or the server tells of an error."""
+"""The chunks of a reply as they come; to be closed. ApiError if it breaks off, or the server reports an error."""
 
 
 class UpstreamClient:
-    """Forwards chat completions; every failure becomes a `ApiError` that says what is wrong with which server."""
+    """Forwards chat completions; each failure becomes an `ApiError` that names the server and what is wrong."""
 
     def __init__(self, upstream: Upstream, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         headers = {
@@ -65,18 +65,17 @@ class UpstreamClient:
         }
         self._timeout, self._clock = timeout, clock
         self._home: OrderedDict[str, tuple[str, bool]] = OrderedDict()
-        """Each rollout's server, and whether it was with another one before."""
+        """Each rollout's server, and whether it had another one before."""
 
     def close(self) -> None:
-        """Keep no connections any more; what is in flight goes on."""
+        """Close idle connections; what is in flight goes on."""
         for server in self._servers.values():
             server.close()
 
     async def complete(self, body: Mapping[str, Json], key: AttemptKey | None, *, streamed: bool = False) -> HttpReply:
-        """POST a chat completion, of an attempt or of none; the reply if its status is 200. Its parts are `Chunks`.
+        """POST a chat completion, of an attempt or of none; a reply with status 200, whose parts are `Chunks`.
 
-        A server that cannot be reached, or breaks off, costs an attempt nothing while there is another, unless the
-        reply is `streamed` and has begun.
+        Another server is asked if one cannot be reached or breaks off, unless a `streamed` reply has begun.
         """
         rollout = "" if key is None else key.rollout
         stamp = {} if key is None else {HEADER_ROLLOUT: f"{key.rollout}/{key.attempt}"}
@@ -99,7 +98,7 @@ class UpstreamClient:
                 return reply if reply.parts is None else replace(reply, parts=self._chunks(url, reply.parts))
 
     def server_of(self, rollout: str, tried: Sequence[str] = ()) -> str:
-        """The server for a request of a rollout, "" for none; one of those that were `tried` only if all were."""
+        """The server for a request of a rollout ("": of none); one that was `tried` only if all were."""
         if len(self._servers) == 1:
             return next(iter(self._servers))
         untried = self._servers.keys() - {*tried} or self._servers.keys()
@@ -115,7 +114,7 @@ class UpstreamClient:
         return home
 
     def _there(self) -> set[str]:
-        """The servers that were not missed just now."""
+        """The servers that were not missed for `REST` seconds."""
         recently = self._clock() - REST
         return {url for url, server in self._servers.items() if server.away_since <= recently}
 
@@ -139,7 +138,7 @@ class UpstreamClient:
 
     @contextmanager
     def _asking(self, url: str) -> Iterator[Endpoint]:
-        """A server that has one more request under way; errors of the connection are answers to the agent."""
+        """Count a request of a server, and turn errors of its connection into an ApiError."""
         server = self._servers[url]
         server.under_way += 1
         try:
@@ -158,7 +157,7 @@ class UpstreamClient:
 
 
 def _chunk(event: bytes, url: str, reasons: dict[int, object]) -> Mapping[str, Any]:
-    """The chunk of a server-sent event; ApiError if it is none, or tells of an error.
+    """The chunk of a server-sent event; ApiError if it is none, or reports an error.
 
     It adds to the finish `reasons` of the choices, which are None before their end.
     """
@@ -181,16 +180,15 @@ class RunSettings:
     """How a run's rollouts are sampled, and how often they are tried."""
 
     sampling: SamplingSection | None
-    """None: as the agents ask."""
+    """None: as agents ask."""
     seed: int
     timeout: float
     """Seconds an attempt may take."""
     attempts: int
     """Tries per rollout."""
     agents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By policy, the agents that it answers."""
+    """By policy: the agents that it answers."""
     prompts: Mapping[str, PromptSection] = field(default_factory=dict)
-    """The agents' prompts, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,14 +199,13 @@ class Destination:
     settings: RunSettings
     client: UpstreamClient
     versions: Mapping[str, int]
-    """The version of each policy, for replies that do not name it."""
+    """By policy, for replies that do not name their version."""
 
 
 class Relay:
-    """What answers model calls: the current model server. All methods belong to the server's event loop.
+    """The current model server, if any. Used on the server's event loop.
 
-    `lend` is called with whether there is one, so that rollouts wait while there is none. `versions` maps policies to
-    versions, for upstreams that do not name theirs.
+    `lend` is called with whether there is one, so that rollouts wait while there is none.
     """
 
     def __init__(self, lend: Callable[[bool], None] = lambda lending: None) -> None:
@@ -221,7 +218,7 @@ class Relay:
         return self._destination is not None
 
     def current_destination(self) -> Destination:
-        """The current destination; ApiError 503 if there is none."""
+        """ApiError 503 if there is none."""
         if self._destination is None:
             raise no_upstream()
         return self._destination
@@ -232,13 +229,13 @@ class Relay:
         yield self.current_destination()
 
     def serve(self, upstream: Upstream, settings: RunSettings) -> None:
-        """Forward to this one from now on."""
+        """Forward to this model server from now on."""
         self.withdraw()
         self._destination = Destination(upstream, settings, UpstreamClient(upstream, settings.timeout), self.versions)
         self._lend(True)
 
     def withdraw(self) -> None:
-        """Forward nowhere; calls in flight go on."""
+        """Refuse new calls; those in flight go on."""
         self._lend(False)
         destination, self._destination = self._destination, None
         if destination is not None:
@@ -248,9 +245,9 @@ class Relay:
 def forwarded(
     upstream: Upstream, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
 ) -> dict[str, Json]:
-    """The chat completion that the upstream gets."""
+    """The body that the upstream gets."""
     body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
-    if not body.get("tools"):  # None are offered; chat templates may take an empty list for another thing.
+    if not body.get("tools"):  # Chat templates may take an empty list for tools.
         body.pop("tools", None)
         if body.get("tool_choice") in ("auto", "none"):
             del body["tool_choice"]
@@ -268,7 +265,7 @@ def _failed(status: int, message: str, code: str) -> ApiError:
 
 
 def _refused(status: int, payload: bytes, url: str) -> ApiError:
-    """A status other than 200. 4xx is the agent's affair and is passed on; the rest is not."""
+    """The error of a reply other than 200. 4xx is the agent's affair and passed on, except for agl's own key."""
     error = read_error(payload)
     message = str(error.get("message") or payload[:500].decode("utf-8", "replace"))
     if status in (401, 403):
