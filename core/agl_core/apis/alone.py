@@ -1,7 +1,7 @@
-"""The runs of an agent as episodes where no server records them.
+"""An agent's runs as episodes without a server.
 
-An adapter begins a run and ends it, and says who calls and what the tools did, as in a rollout. The HTTP library keeps
-what model calls send and get (`agl_core.capture.requests`). Here it is read, by the dialect of the API.
+An adapter begins and ends a run, and says who calls and what the tools did, as in a rollout. The HTTP library keeps the
+bytes of model calls (`agl_core.capture.requests`), which are read here by the dialect of the API.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DIALECTS: Mapping[str, Dialect] = {
     "/responses": Responses(),
     "/messages": Messages(),
 }
-"""By the end of the path; the first that fits counts."""
+"""By the end of the path; the first that fits."""
 
 
 class AloneRollout:
@@ -56,24 +56,23 @@ class AloneRollout:
 
     def __init__(self, id: str, input: Any, ended: deque[AloneRollout]) -> None:
         self.attempt = AttemptContext(id, 0, "", "", Recording(), calls=[])
-        """To be entered by what runs the agent."""
+        """Entered around the agent."""
         self.input: Json = jsonable(input)
         self._started, self._ended = time.time(), ended
         self._record: Attempt | None = None
 
     @property
     def calls(self) -> list[SentCall]:
-        """Those that were sent, in order."""
         return self.attempt.calls or []
 
     def finish(self, result: Any = None, error: str | None = None) -> None:
-        """The agent returned `result`, or raised `error`: keep the run."""
+        """Keep the run of an agent that returned `result` or raised `error`."""
         ending = Ending.CRASHED if error else Ending.FINISHED if self.calls else Ending.NO_CALL
         self._record = Attempt(self.attempt.rollout, 0, "", self._started, time.time(), ending, jsonable(result), error)
         self._ended.append(self)
 
     def episode(self) -> Episode:
-        """What was recorded of a run that has finished; a call that cannot be read counts as one that agl missed."""
+        """The record of a finished run; an unreadable call counts as bypassed."""
         assert self._record is not None, "the run has not finished"
         id, recording = self.attempt.rollout, self.attempt.recording
         bypassed, calls = Counter(recording.bypassed_calls), []
@@ -90,7 +89,7 @@ class AloneRollout:
             restart=0,
             group=id,
             task=Task(id, self.input),
-            # The sampling was not fixed by agl, so it is not training data.
+            # agl did not fix the sampling, so it is no training data.
             mode=Mode.EVAL_SAMPLED,
             step=0,
             member=0,
@@ -114,23 +113,22 @@ class Alone:
         self._ended: deque[AloneRollout] = deque(maxlen=keep)
 
     def begin(self, id: str, input: Any = None) -> AloneRollout:
-        """A run that begins now; it is kept when it has finished."""
+        """Begin a run, which is kept once it has finished."""
         return AloneRollout(id, input, self._ended)
 
     def episodes(self) -> list[Episode]:
-        """The runs that have ended; with token ids where the endpoint returned them."""
+        """The finished runs, with token ids if the endpoint returned them."""
         return [rollout.episode() for rollout in self._ended.copy()]
 
     def transitions(self) -> list[Transition]:
         return [transition for episode in self.episodes() for transition in episode.transitions]
 
     def clear(self) -> None:
-        """Forget them."""
         self._ended.clear()
 
 
 def _recorded(rollout: str, sequence: int, sent: SentCall, body: bytes) -> Call:
-    """A call with its reply's body. ApiError and standard errors say that it is not of a known API."""
+    """A call with its reply's body; ApiError or a standard error if its API is unknown."""
     dialect = next((dialect for path, dialect in _DIALECTS.items() if sent.address.endswith(path)), None)
     if dialect is None:
         raise ValueError("agl does not know this API")
@@ -159,7 +157,7 @@ def _recorded(rollout: str, sequence: int, sent: SentCall, body: bytes) -> Call:
 
 
 def _request(dialect: Dialect, body: bytes) -> tuple[Mapping[str, Json], Sampling]:
-    """The request as it is recorded; its conversation as the API has it where agl would not pass it on."""
+    """The request on record; with the API's own conversation if agl could not translate it."""
     try:
         request = dialect.parse(body, Answered())
     except ApiError:
@@ -172,7 +170,7 @@ def _request(dialect: Dialect, body: bytes) -> tuple[Mapping[str, Json], Samplin
 
 
 def _reply(dialect: Dialect, sent: SentCall, body: bytes) -> Reply:
-    """The reply, taken apart: read as a stream, of which a whole reply is the only event."""
+    """The reply, read as a stream, of which a whole one is the only event."""
     is_streamed = sent.reply_headers.get("content-type", "").startswith(STREAM_TYPE)
     reader = EventReader()
     events = [*reader.feed(body), *reader.end()] if is_streamed else [body]

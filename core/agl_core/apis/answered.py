@@ -1,12 +1,11 @@
 """Replies of an attempt, kept for its client's retries, for echoes of a reply, and for what continues one.
 
 - A client's own retry of a call gets that call's reply; a second, equal request is a call of its own.
-- An assistant message that echoes a reply becomes the upstream's own message again. Other APIs than chat completions
-  write a reply in another form: arguments of tools as an object and not as text, no content or an empty one.
-  Translated back, such a message means the same, but the model server might render it to other tokens.
+- An assistant message that echoes a reply becomes the upstream's own message again. Other APIs write it in another form
+  (arguments as an object, empty content or none); translated back it might be rendered to other tokens.
 - A later request may continue a reply by its id (Responses API).
 
-All of it is in memory, bounded, and forgotten by a restart.
+All is in memory, bounded, and forgotten by a restart.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from agl_core.types.forms import count_values, parse_if_json, parse_json
 Message: TypeAlias = Mapping[str, Json]
 """One message of a chat."""
 MAX_KEPT, MAX_RETRIED = 1000, 100
-"""Finished exchanges kept per attempt, and those of them that a retry may ask for again; the oldest goes first."""
+"""Finished exchanges kept per attempt, in all and for retries; the oldest goes first."""
 _SHORT = 4 << 10
-"""Bytes of a request up to which reading all of it takes less than looking what is new."""
+"""Bytes of a request up to which parsing all of it is faster than finding what is new."""
 _KNOWN = -0x61676C5F6B6E6F77
-"""Stands for the messages that are known, in the text that is parsed: a number that no client sends."""
+"""Placeholder for known messages in the parsed text: a number that no client sends."""
 _OVERHEAD = 2000
-"""Bytes that the objects of an exchange take, at least."""
+"""Bytes of an exchange's objects, at least."""
 MAX_KEPT_BYTES = 64 << 20
-"""Bytes of replies, as the upstream sent them, and of requests that can be continued, kept per attempt."""
+"""Bytes of raw replies, and of requests that can be continued, kept per attempt."""
 MAX_TOTAL_BYTES = 256 << 20
-"""Bytes kept of all attempts together; the attempt that was used least recently goes first."""
+"""Bytes kept of all attempts; the one used least recently goes first."""
 NOT_KEPT = (
     f"agl keeps the last {MAX_KEPT} responses of an attempt in memory ({MAX_KEPT_BYTES >> 20} MiB at most, and "
     f"{MAX_TOTAL_BYTES >> 20} MiB of all attempts), except those with 'store': false, and a restart forgets them."
@@ -49,57 +48,56 @@ NOT_KEPT = (
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One call, everything its client sent to get the reply, and the reply."""
+    """One call with all requests for it, and its reply."""
 
     sequence: int
     tries: int = 0
     """The highest retry count seen."""
     supersedes: Call | None = None
-    """An earlier server's record of it, whose client did not get the reply."""
+    """An earlier record of it, whose reply did not arrive."""
     call: Call | None = None
-    """The call as it was recorded; None before, and if it does not count."""
+    """The record; None before, and if it does not count."""
     waiting: list[Any] = field(default_factory=list)
-    """The clients' connections (`server.listening`) that asked for it."""
+    """Connections (`server.listening`) that asked for it."""
     arrived: bool = False
     """True if one of them got the reply."""
     reply: asyncio.Future[Reply] | None = None
-    """Of the call in flight; None before and after, so that a retry of one that failed asks the upstream again."""
+    """None unless in flight, so that the retry of a failed call asks the upstream again."""
     kept: RawReply | None = None
-    """The reply, once it is there."""
     reply_id: str = ""
     messages: Sequence[Message] = ()
-    """The upstream's own messages, one of each choice, as a request of a chat repeats them."""
+    """The upstream's own messages, one per choice, as a chat request repeats them."""
     conversation: Sequence[Message] | None = None
     """All messages up to and with the reply, if a later request may continue it."""
     request: Any = None
-    """The `ModelRequest` of such a reply: the client may ask for the response once more."""
+    """The `ModelRequest`, if the client may fetch the response again."""
     size: int = 0
-    """Bytes that it keeps."""
+    """Bytes kept."""
     keys: list[tuple[str, Any]] = field(default_factory=list)
-    """Under which it is found; none once it is forgotten."""
+    """Index keys; none once it is forgotten."""
 
 
 class SentMessages:
-    """The messages of an attempt's latest request, as text and as values.
+    """The messages of an attempt's latest request, with which the next one usually begins.
 
-    The next turn's begin with them as a rule: only what it adds is parsed, checked and counted then.
+    Only what the next one adds is parsed, checked and counted.
     """
 
     def __init__(self) -> None:
         self.text = b""
         """The body up to the end of its last message."""
         self.n_known = 0
-        """Messages of the body that are the very objects of the one before."""
+        """Messages that are the same objects as in the body before."""
         self._head, self._messages, self._n_values = b"", list[Message](), 0
 
     def count_values(self, body: bytes, limit: int) -> int:
-        """At most how many values a body has; exact above `limit`."""
+        """An upper bound of a body's JSON values; exact above `limit`."""
         added = body.removeprefix(self.text)
         n_values = self._n_values + count_values(added, limit)
         return n_values if n_values <= limit and len(added) < len(body) else count_values(body, limit)
 
     def parse(self, body: bytes) -> Any:
-        """A body's JSON; orjson.JSONDecodeError if it is none."""
+        """A body's JSON; orjson.JSONDecodeError."""
         if self.text and body.startswith(self.text):
             with contextlib.suppress(orjson.JSONDecodeError):
                 rest = b"%b%d%b" % (self._head, _KNOWN, body[len(self.text) :])
@@ -115,7 +113,7 @@ class SentMessages:
         return parsed
 
     def _keep(self, body: bytes, parsed: bytes, messages: list[Message]) -> None:
-        """Note where the messages of a body end, of which that much was parsed."""
+        """Note where the messages end in a body, of which `parsed` was parsed."""
         written = bytes(_SENT.decode(parsed).messages)
         start = parsed.find(written)
         if not self.text:
@@ -144,12 +142,12 @@ class Answered:
         self._exchanges: dict[tuple[str, Any], list[Exchange]] = {}
         """By request, reply, message or tool call; the oldest first."""
         self._over: dict[Exchange, None] = {}
-        """Those that are over, the oldest first."""
+        """Finished ones, the oldest first."""
         self._retried: dict[Exchange, None] = {}
-        """The ones that a retry may ask for again."""
+        """Finished ones that a retry may ask for again."""
         self._recorded: list[Call] = []
         self.size = 0
-        """Bytes that are kept."""
+        """Bytes of exchanges kept."""
         self.prompt_ids, self.sent = PromptIds(), SentMessages()
 
     @property
@@ -160,8 +158,8 @@ class Answered:
     def retried(self, digest: int, count: int) -> Exchange | None:
         """The exchange that the `count`th retry of a request continues; None if it is a call of its own.
 
-        Only an SDK's own count of its retries makes a retry. Of several equal calls, a retry with count k claims the
-        oldest one of those that were last tried with a smaller count, nearest to k, so that each keeps its own retries.
+        Only an SDK's own count makes a retry. It claims the equal call whose last count is smaller and nearest, the
+        oldest of several, so that each keeps its own retries.
         """
         if not count:
             return None
@@ -178,7 +176,7 @@ class Answered:
         return exchange
 
     def end(self, exchange: Exchange) -> None:
-        """The exchange has its reply, or has failed: keep it for a retry, and forget the oldest that are too many."""
+        """Keep an exchange that has its reply or failed for a retry, and forget the oldest beyond the bounds."""
         exchange.reply = None
         if exchange.keys and exchange not in self._over:
             self._retried[exchange] = None
@@ -189,7 +187,7 @@ class Answered:
     def remember(self, exchange: Exchange, reply: Reply, conversation: Sequence[Message] | None, size: int) -> None:
         """Remember the upstream's own messages of a reply.
 
-        `conversation` is what a later request may continue, None if none may; `size` are the bytes of its request.
+        `conversation` is what a later request may continue, if any may; `size` are the bytes of its request.
         """
         if exchange.messages:  # Its client asked again.
             return
@@ -205,14 +203,13 @@ class Answered:
         self._grow(exchange, kept - exchange.size)
 
     def of_reply(self, reply_id: str) -> Exchange | None:
-        """The exchange of a reply; None if there is no such reply, or it is forgotten."""
+        """The exchange of a reply; None if unknown or forgotten."""
         return next(iter(self._exchanges.get(("reply", reply_id), ())), None)
 
     def own(self, message: Message) -> Message:
-        """The upstream's own message that an assistant message echoes; the message itself if it echoes none.
+        """The upstream's own message that an assistant message echoes, else the message itself.
 
-        It echoes a reply that says the same: the same text, and the same tools called by the same ids with equal
-        arguments, however they are written.
+        An echo has the same text, and calls the same tools by the same ids with equal arguments, however written.
         """
         key, arguments = _key(message), _arguments(message)
         for exchange in reversed(self._exchanges.get(("message", key), ())):
@@ -222,36 +219,34 @@ class Answered:
         return message
 
     def reply_of(self, tool_call_id: str) -> str | None:
-        """The id of the reply that asked for a tool call; None if none did, or several: some endpoints count calls
-        anew in each reply."""
+        """The id of the reply that asked for a tool call; None if several did, as some endpoints count calls anew."""
         exchanges = self._exchanges.get(("tool call", tool_call_id), ())
         return exchanges[0].reply_id if len(exchanges) == 1 else None
 
     def recall(self, calls: Iterable[Call]) -> None:
-        """Take in calls of the attempt that an earlier server recorded.
+        """Take in calls of the attempt that an earlier server recorded; it is unknown whether their replies arrived.
 
-        It is not known which of the replies arrived. The reply of a call that had ended before another one began counts
-        as arrived: an agent may ask the same twice, and what it got must go on to count.
+        A reply that ended before the last call began counts as arrived: an agent may ask the same twice.
         """
         counted = [call for call in calls if not call.late]
         last = max((call.started for call in counted), default=0.0)
         self._recorded = [call for call in counted if call.ended >= last][-MAX_KEPT:]
 
     def unanswered(self, api: str, request: Mapping[str, Json]) -> Call | None:
-        """The recalled call that a retry for which there is no exchange repeats; each is given once."""
+        """The recalled call that a retry without an exchange repeats; each is given once."""
         for index, call in enumerate(self._recorded):
             if (call.api, call.request) == (api, request):
                 return self._recorded.pop(index)
         return None
 
     def forget(self) -> None:
-        """Forget the exchanges that are over."""
+        """Forget finished exchanges."""
         self.prompt_ids, self.sent = PromptIds(), SentMessages()
         for exchange in [*self._over]:
             self._forget(exchange)
 
     def clear(self) -> None:
-        """Forget everything; what is still in flight is kept no more once it ends."""
+        """Forget everything, and what is in flight once it ends."""
         self._recorded.clear()
         self.prompt_ids, self.sent = PromptIds(), SentMessages()
         for exchange in {exchange for exchanges in self._exchanges.values() for exchange in exchanges}:
@@ -275,7 +270,7 @@ class Answered:
             self._forget(next(iter(self._over)))
 
     def _retry_no_more(self, exchange: Exchange) -> None:
-        """Keep what a later request may name of an exchange, and no more."""
+        """Reduce an exchange to what a later request may name."""
         del self._retried[exchange]
         if not exchange.messages:
             self._forget(exchange)
@@ -301,15 +296,15 @@ class Answered:
 
 
 class Budget:
-    """Bounds what all attempts keep by `MAX_TOTAL_BYTES`.
+    """Bounds the memory of all attempts by `MAX_TOTAL_BYTES`.
 
-    An attempt that loses what it kept goes on: an echo is translated anew, `previous_response_id` is refused, and a
-    retry is a call of its own.
+    An attempt that is forgotten goes on: echoes are translated anew, `previous_response_id` is refused, and a retry is
+    a call of its own.
     """
 
     def __init__(self) -> None:
         self._sizes: OrderedDict[Answered, int] = OrderedDict()
-        """The one that was used last at the end."""
+        """The latest used last."""
         self._total, self._limit = 0, 64
 
     def update(self, answered: Answered) -> None:
@@ -320,20 +315,20 @@ class Budget:
             oldest, size = self._sizes.popitem(last=False)
             self._total -= size
             oldest.forget()
-        if len(self._sizes) > self._limit:  # Closed attempts have been cleared.
+        if len(self._sizes) > self._limit:  # Closed attempts are empty.
             self._sizes = OrderedDict((other, other.kept_bytes) for other in self._sizes if other.kept_bytes)
             self._total = sum(self._sizes.values())
             self._limit = max(64, 2 * len(self._sizes))
 
 
 def retry_count(headers: Mapping[str, str]) -> int:
-    """How often the client's SDK has sent this request before."""
+    """The times that the client's SDK has sent this request before."""
     value = headers.get(HEADER_RETRIES, "0")
     return int(value) if value.isascii() and value.isdigit() and len(value) < 10 else 0
 
 
 def _echoed(message: Message) -> Message:
-    """A reply's message as a request of a chat repeats it: without what is null or empty."""
+    """A reply's message as a chat request repeats it: without null and empty fields."""
     named = {name: value for name, value in message.items() if value not in (None, [], {})}
     return {**named, "role": "assistant", "content": message.get("content")}
 

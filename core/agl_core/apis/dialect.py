@@ -1,8 +1,8 @@
-"""The dialects of model APIs: what each is to the gateway, and OpenAI's chat completions, to which others translate.
+"""The dialects of model APIs, and OpenAI's chat completions, to which the others translate.
 
-A dialect honours a field, refuses it by name if it asks for a service that is not here, or ignores it if it only tunes
-a hosted service. What is ignored is noted, on the reply and in the log. All other fields go to the model server, which
-checks them; here only that is checked which the gateway, or what reads records, relies on.
+A dialect honours a field, refuses it by name if it needs a service that is not here, or ignores it, with a note on the
+reply and in the log, if it only tunes a hosted service. All other fields go to the model server, which checks them:
+only fields that the gateway and readers of records rely on are checked here.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _MAX_NOTE = 1000
-"""Characters of the header that says what was ignored."""
+"""Characters of the header that names ignored fields."""
 OWN_FIELDS = frozenset(
     {"model", "stream", "stream_options", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed"}
 )
-"""Fields of a chat completion that the gateway sets itself."""
+"""Fields of a chat completion that the gateway sets."""
 _STREAM_OPTIONS = frozenset({"include_usage"})
 
 _SYSTEM = frozenset({"system", "developer"})
@@ -46,14 +46,14 @@ _HOUSEKEEPING = re.compile(
     r"|Generate a concise, sentence-case title \("
     r"|You are an expert software engineer that generates concise, one-line Git commit messages"
 )
-"""Calls for titles and commit messages begin like this: opencode's, Claude Code's and Qwen Code's, aider's."""
+"""Beginnings of calls for titles and commit messages: opencode's, Claude Code's and Qwen Code's, aider's."""
 
 _MISSING = re.compile("field `(.*)`")
 _Count = Annotated[int, Meta(ge=1)]
 
 
 class _CommonFields(Struct, gc=False):
-    """The fields of any API that the gateway itself reads; null is absent."""
+    """The fields of any API that the gateway reads; null is absent."""
 
     model: str | None = None
     stream: bool | None = None
@@ -87,10 +87,10 @@ class ModelRequest(Struct, frozen=True, eq=False):
     body: Mapping[str, Json]
     """As the agent sent it."""
     chat: Mapping[str, Json]
-    """The same as a chat completion for the upstream, without model, streaming and sampling parameters."""
+    """A chat completion for the upstream, without model, streaming and sampling parameters."""
     recorded: Mapping[str, Json]
-    """The request on record: the body with its conversation, tools and format as a chat completion has them, so that
-    whatever reads `messages` of a recorded request (tool results, transitions, rewards) need not know the API."""
+    """The request on record: the body with conversation, tools and format of a chat completion, so that readers of
+    `messages` (tool results, transitions, rewards) need not know the API."""
     model: str
     """Empty if the request names none."""
     stream: bool
@@ -100,24 +100,20 @@ class ModelRequest(Struct, frozen=True, eq=False):
     conversation: Sequence[Message] | None
     """The messages that a later request may continue by the reply's id; None if none may."""
     ignored: Collection[str]
-    """The fields that only tune a hosted service."""
 
     def named(self, deployment: str | None, models: Collection[str]) -> ModelRequest:
-        """The same with a model: that of its path, or the only one that is served. ApiError 400 without any."""
+        """The same with a model: the path's, or the only one served. ApiError 400 without one."""
         model = deployment or (next(iter(models)) if len(models) == 1 else None)
         if model is None:
             raise wrong("model", "is missing", code="missing_required_parameter")
         return replace(self, model=model)
 
     def with_system_texts(self, texts: Mapping[str, str]) -> ModelRequest:
-        """The same with other texts in its system messages: each text that is a key is replaced by its value.
-
-        They are other in the record too, which has what the model gets.
-        """
+        """The same, also on record, with each text that is a key replaced by its value in system messages."""
         return replace(self, chat=_with_texts(self.chat, texts), recorded=_with_texts(self.recorded, texts))
 
     def notes(self, of_server: str | None) -> dict[str, str]:
-        """Headers for the reply that say what was ignored, here and by the model server (`of_server`)."""
+        """Headers for the reply with the fields ignored here and by the model server (`of_server`)."""
         if not (self.ignored or of_server):
             return {}
         own = quote(", ".join(sorted(self.ignored)), safe=", ")  # A name may be anything, and a header may not.
@@ -129,12 +125,12 @@ class Translation(Struct, frozen=True, eq=False):
     """A request in the fields of a chat completion."""
 
     fields: Mapping[str, Json]
-    """By their names there; None: not set."""
+    """None: not set."""
     max_tokens: int | None
     logprobs: bool = False
     conversation: Sequence[Message] | None = None
     recorded: Mapping[str, Json] = {}
-    """The fields that are recorded otherwise than they are forwarded."""
+    """Fields that are recorded otherwise than forwarded."""
 
 
 class Dialect(ABC):
@@ -145,26 +141,26 @@ class Dialect(ABC):
     id_prefix: ClassVar[str]
     """The prefix of its replies' ids."""
     echoes = True
-    """True if a request may write an earlier reply in other words, which have to become the upstream's own again."""
+    """True if requests write earlier replies in another form, so that they have to be remembered."""
     counts = False
-    """True if it only counts the tokens of a prompt: by a reply of one token, which no agent sees."""
+    """True if it only counts a prompt's tokens: by a reply of one token, which no agent sees."""
     refused: ClassVar[frozenset[str]] = frozenset()
-    """Fields of other APIs, or that need a provider's own servers: refused unless they ask for nothing."""
+    """Fields of other APIs, or for a provider's own servers: refused unless null or empty."""
     rewritten: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are recorded as a chat completion has them."""
+    """Fields recorded as a chat completion has them."""
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Fields that tune a hosted service."""
     kept: ClassVar[frozenset[str]] = frozenset()
-    """Further fields that are not passed on under their own names."""
+    """Further fields not passed on under their own names."""
     _own: ClassVar[frozenset[str]]
 
     def __init_subclass__(cls) -> None:
         cls._own = cls.rewritten | cls.ignored | cls.kept | cls.refused | OWN_FIELDS
 
     def parse(self, raw: bytes, answered: Answered) -> ModelRequest:
-        """Check a request body and translate it; ApiError 400 names the field that is wrong.
+        """Check a request body and translate it; ApiError 400 names the wrong field.
 
-        `answered` has the replies of the attempt so far: an echo of one becomes the upstream's own message again.
+        Echoes of replies in `answered` become the upstream's own messages again.
         """
         try:
             return self._parse(json_object(raw, answered.sent.parse), answered)
@@ -206,9 +202,9 @@ class Dialect(ABC):
 
     @abstractmethod
     def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
-        """The fields of a body that chat completions name or write differently; adds to what is `ignored`.
+        """The fields of a body that chat completions name or write differently; adds to `ignored`.
 
-        A KeyError names what is missing; other standard errors say that the body is not of this API.
+        A KeyError names a missing field; other standard errors say that the body is not of this API.
         """
 
     @abstractmethod
@@ -217,14 +213,14 @@ class Dialect(ABC):
 
     @abstractmethod
     def whole(self, request: ModelRequest, reply: Reply) -> Mapping[str, Json]:
-        """The body of a reply that is not streamed, as this API's clients expect it; no extras of agl are in it."""
+        """The body of an unstreamed reply in this API, without agl's extras."""
 
     @abstractmethod
     def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
-        """The writer of a reply that is streamed."""
+        """The writer of a streamed reply."""
 
     def render(self, request: ModelRequest, reply: Reply) -> Response:
-        """A whole reply, streamed if the client asked for it."""
+        """A whole reply, streamed if the client asked for that."""
         if request.stream and not self.counts:
             return self.renderer(request, reply.id).stream(reply)
         return rendered(self.whole(request, reply))
@@ -239,7 +235,7 @@ def _with_texts(fields: Mapping[str, Json], texts: Mapping[str, str]) -> Mapping
         match value:
             case str():
                 return functools.reduce(lambda text, old: text.replace(old, texts[old]), texts, value)
-            case list():  # Parts, of which some are text.
+            case list():  # Parts, some of them text.
                 return [{**part, "text": replaced(part["text"])} if "text" in part else part for part in value]
         return value
 
@@ -251,7 +247,7 @@ def _with_texts(fields: Mapping[str, Json], texts: Mapping[str, str]) -> Mapping
 
 
 def housekeeping(request: Mapping[str, Any]) -> str | None:
-    """The agent's name of a call that a program makes for itself, as its instructions show; None for all others."""
+    """The agent's name `HOUSEKEEPING` for a call that a program makes for itself, by its instructions; else None."""
     for message in request["messages"]:
         if message.get("role") not in _SYSTEM:
             break
@@ -263,12 +259,12 @@ def housekeeping(request: Mapping[str, Any]) -> str | None:
 
 
 def wrong(param: str, problem: str, code: str = "invalid_type") -> ApiError:
-    """The refusal of a value."""
+    """The error for an invalid value."""
     return ApiError(400, f"'{param}' {problem}.", param=param, code=code)
 
 
 def unsupported(param: str, problem: str) -> ApiError:
-    """The refusal of what the API allows and agl cannot do."""
+    """The error for a value that the API allows and agl cannot serve."""
     return wrong(param, problem, code="unsupported_parameter")
 
 
@@ -277,14 +273,14 @@ def without_none(values: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def joined_parts(parts: list[dict[str, Any]]) -> Json:
-    """Parts as a chat message has them; one that is text, or none, becomes a text."""
+    """The content of a chat message; a single text part, or none, becomes a text."""
     if not parts:
         return ""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
 def json_object(raw: bytes, parse: Callable[[bytes], Any] = parse_json) -> dict[str, Any]:
-    """A request body as a dict; ApiError 400 if it is none."""
+    """A request body as a dict; ApiError 400."""
     try:
         body = parse(raw)
     except orjson.JSONDecodeError as error:
@@ -295,11 +291,11 @@ def json_object(raw: bytes, parse: Callable[[bytes], Any] = parse_json) -> dict[
 
 
 def _check(chat: Mapping[str, Any], n_known: int) -> None:
-    """Check a chat, whose first messages were checked in the request before. ValidationError names what is wrong."""
+    """Check a chat, whose first `n_known` messages are checked already; ValidationError names the wrong field."""
     try:
         msgspec.convert({**chat, "messages": chat["messages"][n_known:]} if n_known else chat, _Chat)
     except msgspec.ValidationError:
-        msgspec.convert(chat, _Chat)  # It counts all messages, and may have no new one.
+        msgspec.convert(chat, _Chat)  # Counts all messages; there may be no new one.
 
 
 class ChatCompletions(Dialect):
@@ -336,12 +332,11 @@ class ChatCompletions(Dialect):
 class Completions(Dialect):
     """`POST /v1/completions`, OpenAI's legacy.
 
-    **A prompt becomes the one user message of a chat**, for the upstream and in what is recorded. The model therefore
-    sees its chat template around the prompt and answers it; it does not continue a bare text. This is what an agent
-    needs that puts everything into one prompt, for example a text ReAct loop. Token ids and log-probabilities are
-    exactly those of the model's input and output. What only a continuation could mean (`echo`, `suffix`, prompts of
-    token ids) is refused, and so are several prompts in one request and `best_of`, which samples more than it returns.
-    Without `max_tokens` the run's limit holds, not the 16 tokens of OpenAI's servers.
+    **A prompt becomes the one user message of a chat**, for the upstream and on record: the model answers it in its
+    chat template, as a text ReAct loop needs, and does not continue a bare text. Token ids and log-probabilities are
+    exactly those of the model's input and output. Fields of a continuation (`echo`, `suffix`, prompts of token ids) are
+    refused, and so are several prompts and `best_of`, which samples more than it returns. Without `max_tokens` the
+    run's limit holds, not the 16 tokens of OpenAI's servers.
     """
 
     api, id_prefix, echoes = "completions", "cmpl-", False
@@ -389,9 +384,9 @@ class Completions(Dialect):
 
 
 def _returned(request: ModelRequest, reply: Reply) -> tuple[dict[str, Json], list[dict[str, Json]]]:
-    """The token ids and the prompt's log-probabilities, if the agent asks for them: of the prompt, and of each choice.
+    """The prompt's fields and each choice's: token ids and the prompt's log-probabilities, if the agent asks for them.
 
-    They are null where the model server gave none.
+    They are null if the model server gave none.
     """
     of_prompt: dict[str, Json] = {}
     of_choices: list[dict[str, Json]] = [{} for _ in reply.choices]

@@ -1,4 +1,4 @@
-"""The errors that the server answers with. A dialect, or the control plane, gives each the shape of its API."""
+"""The server's error answers, to which dialects give the shapes of their APIs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class ApiError(ServerError):
-    """One answer other than 200: an HTTP status and the fields of an OpenAI error object.
-
-    `retry_after` is how many seconds the client should wait before it tries again.
-    """
+    """An HTTP status and the fields of an OpenAI error object; `retry_after` is in seconds."""
 
     def __init__(
         self,
@@ -44,14 +41,13 @@ class ApiError(ServerError):
 
     @property
     def is_context_overflow(self) -> bool:
-        """True if the prompt was longer than the model's context."""
         return self.code == CONTEXT_OVERFLOW
 
 
 CONTEXT_OVERFLOW = "context_length_exceeded"
-"""OpenAI's code; agent frameworks recognise it."""
+"""OpenAI's code, which agent frameworks recognise."""
 ENGINE_FAILED = "engine_error"
-"""The error code of agl's own model servers when their engine cannot answer anybody."""
+"""The code of agl's own model servers when their engine cannot answer anybody."""
 UPSTREAM_GONE = "upstream_gone"
 """The model server cannot be reached, broke off its reply, lost its engine, or a proxy answers in its place."""
 
@@ -61,18 +57,18 @@ def _away(message: str, code: str, retry_after: int) -> ApiError:
 
 
 def no_upstream() -> ApiError:
-    """The answer to a model call while there is no engine."""
+    """The 503 for a model call while there is no engine."""
     message = "No engine serves a model now, so agl cannot answer; this call may be tried again."
     return _away(message, "no_upstream", 2)
 
 
 def stopping() -> ApiError:
-    """The answer to what the server's end cuts off."""
+    """The 503 for requests that the server's end cuts off."""
     return _away("agl's server is stopping.", "stopping", 2)
 
 
 def store_failed() -> ApiError:
-    """The answer to a model call that could not be recorded: the disk of the store is full, for instance."""
+    """The 503 for a model call that could not be recorded, for instance on a full disk."""
     message = (
         "agl could not record this call, and so does not answer it; the server's log says why. It may be tried again."
     )
@@ -80,10 +76,7 @@ def store_failed() -> ApiError:
 
 
 def as_answer(error: Exception, path: str) -> ApiError:
-    """The answer to a request that ended in an error: 422 if the store refused it, 503 if the store failed.
-
-    One that is not expected is logged.
-    """
+    """The answer to a request that raised: 422 if the store refused it, 503 for agl's errors, else a logged 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, StoreRefusedError):
@@ -95,7 +88,7 @@ def as_answer(error: Exception, path: str) -> ApiError:
 
 
 def attempt_closed(rollout: str, attempt: int) -> ApiError:
-    """The answer to every call of an attempt that has ended."""
+    """The 410 for every call of an attempt that has ended."""
     return ApiError(
         410,
         f"Attempt {attempt} of rollout {rollout} is closed: it finished, timed out or was cancelled. "
@@ -106,7 +99,7 @@ def attempt_closed(rollout: str, attempt: int) -> ApiError:
 
 
 def openai_problem(error: ApiError) -> dict[str, Any]:
-    """An error in the shape that all of OpenAI's APIs share."""
+    """An error in the shape of all of OpenAI's APIs."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
@@ -116,8 +109,7 @@ def openai_error(error: ApiError) -> Response:
 
 
 def rendered(body: Mapping[str, Json], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer that is not streamed."""
-    from starlette.responses import Response  # An agent's process, which reads what it called, lacks it.
+    from starlette.responses import Response  # Agents' processes, which read their own calls, lack it.
 
     return Response(orjson.dumps(body), status, headers, "application/json")
 

@@ -1,4 +1,4 @@
-"""The items of a request of the Responses API as messages of a chat."""
+"""The items of a Responses request as messages of a chat."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ LEFT_OUT = frozenset(
     {"namespace", "web_search", "tool_search", "shell", "local_shell", "image_generation"}
     | {"compaction", "compaction_trigger"}
 )
-"""Tools that Codex offers by default and works without, and what of a session no model here can read."""
+"""Tools that Codex offers by default and works without, and items of a session that no model here can read."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""The keys under which parts that are text have it."""
+"""By type of part: the field with its text."""
 _ITEM_ID = re.compile(r"(msg|rs|fc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})_([0-9]+)")
-"""Kind of an item, its reply, and its number among those; a reply of a session is named after it."""
+"""An item's kind, reply, and number in it; replies of sessions contain the session's id."""
 
 
 def read_input(items: Any, answered: Answered, ignored: set[str], *, takes_custom: bool = True) -> list[Message]:
-    """The chat messages that `input` stands for; what is left out is added to `ignored`.
+    """The chat messages of `input`; items that are left out are added to `ignored`.
 
     The items of one reply (reasoning, text, function calls) are one chat message, however they come back: without ids,
-    or with each call's output behind the call. Calls of custom tools are written as calls of functions where the
-    request offers no custom tool (`takes_custom`), unless the model server itself wrote them.
+    or with each call's output behind it. Calls of custom tools become calls of functions if the request offers no
+    custom tool (`takes_custom`), unless the model server wrote them.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -40,13 +40,13 @@ def read_input(items: Any, answered: Answered, ignored: set[str], *, takes_custo
 
 
 class _Reader:
-    """Puts items together, in order."""
+    """Joins items in order."""
 
     def __init__(self, answered: Answered, ignored: set[str], takes_custom: bool) -> None:
         self._answered, self._ignored, self._takes_custom = answered, ignored, takes_custom
         self._messages: list[dict[str, Any]] = []
         self._reply: dict[str, Any] | None = None
-        """The last assistant message; it may still grow."""
+        """The last assistant message, which may grow."""
         self._reply_id: str | None = None
         """The reply that it echoes, if its items name one."""
 
@@ -68,8 +68,8 @@ class _Reader:
                 message = self._assistant("reasoning_content", item)
                 message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
             case "reasoning":
-                sealed = {**item, "id": item.get("encrypted_content")}  # Clients that keep nothing leave ids out.
-                if not (self._refer(item) or self._refer(sealed)):  # No model here can read another server's.
+                sealed = {**item, "id": item.get("encrypted_content")}  # Stateless clients leave ids out.
+                if not (self._refer(item) or self._refer(sealed)):  # Another server's: unreadable here.
                     self._ignored.add("input.reasoning")
             case "item_reference":
                 if not self._refer(item):
@@ -106,7 +106,7 @@ class _Reader:
         message["content"] = message["content"] + content if message.get("content") else content
 
     def _refer(self, item: Mapping[str, Any]) -> bool:
-        """Take a part of a kept reply, by its item's id alone; False if it is not kept."""
+        """Take a part of a kept reply by its item's id; False if it is not kept."""
         matched = _matched_id(item)
         exchange = self._answered.of_reply(f"resp_{matched[2]}") if matched else None
         if matched is None or exchange is None:
@@ -118,7 +118,7 @@ class _Reader:
             if number < len(calls):
                 self._assistant("tool_calls", item).setdefault("tool_calls", []).append(calls[number])
             return number < len(calls)
-        if number:  # A text that went on: the first one refers to all of it.
+        if number:  # The first item of a text refers to all of it.
             return True
         part, value = {
             "msg": ("content", own.get("content") or own.get("refusal") or ""),
@@ -129,7 +129,7 @@ class _Reader:
         return value is not None
 
     def _assistant(self, part: str, item: Mapping[str, Any]) -> dict[str, Any]:
-        """The assistant message that an item is part of: the last one, or a new one."""
+        """The assistant message that an item belongs to: the last one, or a new one."""
         matched, reply_id = _matched_id(item), self._reply_id_of(item)
         goes_on = matched is not None and int(matched[3]) > 0
         last = self._reply
@@ -158,7 +158,7 @@ def _matched_id(item: Mapping[str, Any]) -> re.Match[str] | None:
 
 
 def _content(content: Any) -> Json:
-    """A text, or a list of parts as chat completions have them."""
+    """A chat message's content: a text, or a list of parts."""
     return content if isinstance(content, str) else joined_parts([_part(part) for part in content])
 
 

@@ -1,10 +1,9 @@
 """Anthropic's Messages API.
 
-`system` becomes a system message, each `tool_result` a `tool` message (a user message can hold the results of several
-tools and a text: each becomes a message of its own, in order). The model does not see `is_error`, but it is recorded,
-as the `status` of that message, and decides what became of the tool. `stop_sequences` becomes `stop`, `output_config`
-becomes `response_format` and `reasoning_effort`; hints about caching are ignored. Whether and how much a model thinks
-is its chat template's affair here, so `thinking` is ignored too.
+`system` becomes a system message, and each `tool_result` and text of a user message a message of its own, in order. The
+model does not see `is_error`; it is recorded as the message's `status`, which decides the tool's. `stop_sequences`
+becomes `stop`, `output_config` becomes `response_format` and `reasoning_effort`. Hints about caching are ignored, and
+so is `thinking`, which is the chat template's affair here.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _ERRORS = {
     504: "timeout_error",
 }
 _UNPARSED = "INVALID_JSON"
-"""The key under which the text of arguments that are no JSON object stands, as Anthropic's documentation has it."""
+"""Key for arguments that are no JSON object, by Anthropic's documentation."""
 _TOOL_FIELDS = frozenset({"type", "name", "description", "input_schema", "strict", "cache_control"})
 _STRING = {"type": "string"}
 _FILE_FIELDS = {
@@ -56,12 +55,12 @@ _FILE_FIELDS = {
     "insert_text": _STRING,
 }
 _OUTPUT = frozenset({"text", "thinking", "tool_use"})
-"""The blocks of a reply that are the model's own words."""
+"""Blocks of a reply that are the model's own words."""
 _CLIENT_TOOL = re.compile(r"(bash|text_editor|memory)_\d{8}")
 
 
 def _of_files(*more: str, required: list[str], **fields: Any) -> dict[str, Any]:
-    """The schema of a tool that does one of several things with files."""
+    """The schema of a tool with commands on files."""
     commands = {"type": "string", "enum": ["view", "create", "str_replace", "insert", *more]}
     return {"type": "object", "properties": {"command": commands, **_FILE_FIELDS, **fields}, "required": required}
 
@@ -83,14 +82,11 @@ _CLIENT_TOOLS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         _of_files("delete", "rename", required=["command"], old_path=_STRING, new_path=_STRING),
     ),
 }
-"""The tools that Anthropic defines and the agent runs, by the beginning of their type."""
+"""By the beginning of their type: description and schema of tools that Anthropic defines and the agent runs."""
 
 
 class Messages(Dialect):
-    """`POST /v1/messages`, and `/v1/messages/count_tokens`, which `counts`.
-
-    Anthropic's client adds `/v1` itself: its base URL is the attempt's without it.
-    """
+    """`POST /v1/messages`, and `/v1/messages/count_tokens`, which `counts`. Anthropic's client adds `/v1` itself."""
 
     id_prefix = "msg_"
     refused = frozenset(
@@ -110,7 +106,7 @@ class Messages(Dialect):
 
     def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
         if body.get("thread"):
-            # Anthropic's tool runner asks for one, and after this very code it sends whole conversations instead.
+            # Anthropic's tool runner asks for one, and sends whole conversations after this very code.
             raise wrong("thread", "is not served: send the whole conversation", code="thread_unsupported_request")
         limit = 1 if self.counts else body["max_tokens"]
         system = body.get("system")
@@ -166,7 +162,7 @@ class Messages(Dialect):
         if self.counts:
             return {"input_tokens": reply.usage.prompt}
         renderer = self.renderer(request, reply.id)
-        list(renderer.events(reply))  # It collects the blocks.
+        list(renderer.events(reply))  # Collects the blocks.
         content = [_block(block) for block in renderer.blocks]
         return {**_message(request, reply.id, reply.usage), "content": content, **_ended(reply)}
 
@@ -178,9 +174,8 @@ class Messages(Dialect):
 
 
 def _problem(error: ApiError) -> dict[str, Json]:
-    """An error in this API's shape."""
     default = "invalid_request_error" if error.status < 500 else "api_error"
-    # Clients know a prompt that is too long by this beginning.
+    # Clients recognise this beginning.
     message = f"prompt is too long: {error.message}" if error.is_context_overflow else error.message
     problem: dict[str, Json] = {"type": _ERRORS.get(error.status, default), "message": message}
     if error.code is not None:
@@ -205,7 +200,7 @@ def _response_format(wanted: Mapping[str, Any] | None) -> Json:
 
 
 def _message(request: ModelRequest, reply_id: str, usage: Usage) -> dict[str, Json]:
-    """A message that has just begun."""
+    """The message of `message_start`."""
     return {
         "id": reply_id,
         "type": "message",
@@ -228,7 +223,6 @@ def _usage(usage: Usage) -> dict[str, Json]:
 
 
 def _ended(reply: Reply) -> dict[str, Json]:
-    """Why a message ended."""
     choice = reply.choices[0]
     ended = "refusal" if choice.message.get("refusal") else "stop_sequence" if reply.stop_sequence else "end_turn"
     reason = _CUT.get(choice.finish_reason) or ("tool_use" if choice.message.get("tool_calls") else ended)
@@ -245,7 +239,7 @@ def _block(block: Block) -> dict[str, Json]:
 
 
 class _Events(BlockRenderer):
-    """From `message_start` to `message_stop`. A tool's input goes out whole, since it has to be an object."""
+    """From `message_start` to `message_stop`. A tool's input goes out whole, as it has to be an object."""
 
     def __init__(self, request: ModelRequest, reply_id: str) -> None:
         super().__init__()
@@ -271,7 +265,7 @@ class _Events(BlockRenderer):
         if block.kind == "tool_call":
             text = orjson.dumps(_tool_input(block.text)).decode()
             yield self._delta(index, {"type": "input_json_delta", "partial_json": text})
-        elif block.kind == "reasoning":  # Without it the AI SDK takes the thinking for one that it cannot send back.
+        elif block.kind == "reasoning":  # The AI SDK sends no thinking back without a signature.
             yield self._delta(index, {"type": "signature_delta", "signature": ""})
         yield {"type": "content_block_stop", "index": index}
 
@@ -288,7 +282,7 @@ class _Events(BlockRenderer):
 
 
 def _read_message(role: str, content: Any, answered: Answered, ignored: set[str]) -> list[Message]:
-    """The chat messages of one message; the result of a tool has a `status` where the agent says if it `is_error`."""
+    """The chat messages of one message; a tool's has a `status` if the agent gives `is_error`."""
     blocks = [_text(content)] if isinstance(content, str) else content
     if role == "assistant":
         return [_read_reply(blocks, answered, ignored)]
@@ -329,7 +323,7 @@ def _read_reply(blocks: list[dict[str, Any]], answered: Answered, ignored: set[s
             case "tool_use":
                 function = {"name": block["name"], "arguments": _arguments(block["input"])}
                 calls.append({"id": block["id"], "type": "function", "function": function})
-            case "redacted_thinking":  # Another server's, and encrypted: no model here can read it.
+            case "redacted_thinking":  # Encrypted by another server: unreadable here.
                 ignored.add("redacted_thinking")
             case kind:
                 raise unsupported("messages", f"has a block of type {kind!r}, which agl cannot pass on")
@@ -342,13 +336,13 @@ def _read_reply(blocks: list[dict[str, Any]], answered: Answered, ignored: set[s
 
 
 def _arguments(written: Mapping[str, Any]) -> str:
-    """A tool's input as chat completions have it, a text."""
+    """A tool's input as the text of chat completions."""
     unparsed = written.get(_UNPARSED) if len(written) == 1 else None
     return unparsed if isinstance(unparsed, str) else json.dumps(written, ensure_ascii=False)
 
 
 def _tool_input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as this API has them, an object.
+    """The arguments of a call as this API's object.
 
     >>> _tool_input('{"city": "Bern"}'), _tool_input('{"city')
     ({'city': 'Bern'}, {'INVALID_JSON': '{"city'})
@@ -360,7 +354,7 @@ def _tool_input(arguments: str) -> dict[str, Any]:
 def _read_tool(tool: Mapping[str, Any], ignored: set[str]) -> dict[str, Json]:
     """One entry of `tools`; a tool that Anthropic runs is refused.
 
-    A tool that Anthropic defines and the agent runs gets a schema here: hosted models know it by its type alone.
+    A tool that Anthropic defines and the agent runs gets a schema: hosted models know it by its type.
     """
     kind = tool.get("type")
     if kind not in (None, "custom"):
@@ -380,7 +374,7 @@ def _read_tool(tool: Mapping[str, Any], ignored: set[str]) -> dict[str, Json]:
 
 
 def _parts(blocks: list[dict[str, Any]], ignored: set[str]) -> list[dict[str, Any]]:
-    """Blocks of a user's message, of a tool's result or of the system prompt as parts of a chat message."""
+    """Blocks of a user's message, tool result or system prompt as parts of a chat message."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
         source: Any = block.get("source")
@@ -416,7 +410,7 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _texts(block: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
-    """The block's fields of these names, as parts of text."""
+    """The block's fields of these names as text parts."""
     return [_text(block[name]) for name in names if block.get(name) is not None]
 
 

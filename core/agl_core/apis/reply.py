@@ -1,4 +1,4 @@
-"""Reading an upstream's reply: what is recorded of it, and what the agent may see of it."""
+"""Reads an upstream's reply into its record and the part that the agent may see."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from agl_core.types import Choice, FinishReason, Json, Logprobs, PrefixBreak, To
 from agl_core.types.forms import parse_json
 
 _OPENAIS_WORDS = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
-"""Clients may take no other finish reason."""
+"""Finish reasons that every client takes."""
 _PROMPT_IDS = b'"prompt_token_ids":'
 _LONG = 16 << 10
-"""Bytes of a reply up to which reading all of it takes less than looking what is new."""
+"""Bytes of a reply up to which parsing all of it is faster than finding what is new."""
 _TOP = ("object", "created", "model", "usage", "system_fingerprint", "service_tier")
 
 
@@ -47,7 +47,7 @@ class _ChoiceExtras(Struct):
 
 
 class _Extras(Struct):
-    """The fields that agl's own model servers send beside the reply."""
+    """Fields that agl's own model servers add."""
 
     choices: Sequence[_ChoiceExtras] = ()
     version: int | None = None
@@ -57,7 +57,7 @@ class _Extras(Struct):
 
 
 class _Sent(Struct):
-    """The part of a model server's reply that agl reads; anything else in it is passed over."""
+    """The fields of a model server's reply that agl reads."""
 
     choices: list[_SentChoice]
     prompt_token_ids: list[int] | int | None = None
@@ -76,16 +76,15 @@ _SENT, _IDS = msgspec.json.Decoder(_Sent), msgspec.json.Decoder(list[int])
 
 
 class Usage(Struct, frozen=True):
-    """Tokens of a call."""
+    """Tokens of a call; `cached` is part of `prompt`."""
 
     prompt: int
     completion: int
     cached: int
-    """Those of the prompt that came from a cache."""
 
     @classmethod
     def read(cls, usage: Json, prompt_ids: Any, sampled: int) -> Usage:
-        """The model server's numbers, else those of ids (None: not known)."""
+        """The model server's numbers, else the numbers of ids (None: unknown)."""
         usage = usage if isinstance(usage, dict) else {}
         details = usage.get("prompt_tokens_details")
         return cls(
@@ -95,7 +94,7 @@ class Usage(Struct, frozen=True):
         )
 
     def counted(self) -> dict[str, Json]:
-        """The numbers as a chat completion has them."""
+        """The `usage` of a chat completion."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -104,9 +103,9 @@ class Usage(Struct, frozen=True):
 
 
 class RawReply(Struct, frozen=True, eq=False):
-    """An upstream's reply with status 200, as it came, and what the gateway makes of it.
+    """An upstream's reply with status 200 as it came.
 
-    Replies are kept like this for retries: taken apart, each is a dozen objects for the garbage collector.
+    Retries are answered from it: taken apart, each reply is a dozen objects for the garbage collector.
     """
 
     body: bytes
@@ -116,7 +115,7 @@ class RawReply(Struct, frozen=True, eq=False):
     """The header `x-agl-ignored`."""
     reply_id: str
     logprobs: bool
-    """True if the agent is to see the log-probabilities."""
+    """True if the agent is to see log-probabilities."""
 
     def read(self, earlier: PromptIds | None = None) -> Reply:
         """Take it apart; ApiError 502 if it is no chat completion."""
@@ -124,7 +123,7 @@ class RawReply(Struct, frozen=True, eq=False):
         try:
             try:
                 return _read(self, *earlier.parse(self.body))
-            except orjson.JSONEncodeError:  # A number of more than 64 bits; what is nested too deeply raises again.
+            except orjson.JSONEncodeError:  # A number of more than 64 bits; too deep nesting raises again.
                 return _read(self, *earlier.parse(orjson.dumps(parse_json(self.body))))
         except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise not_a_completion(error, self.body) from error
@@ -135,24 +134,23 @@ class Reply(Struct, frozen=True, eq=False):
 
     raw: RawReply
     id: str
-    """The id under which the call is recorded and which the client sees."""
+    """The call's id, on record and for the client."""
     completion: Mapping[str, Json]
-    """The chat completion as the agent may see it: without token ids and agl's extras."""
+    """The chat completion for the agent: without token ids and agl's extras."""
     choices: tuple[Choice, ...]
     prompt_ids: Tokens | None
     version: int | None
-    """The policy version, if the upstream names it."""
+    """None if the upstream does not name it."""
     prefix_broken: PrefixBreak | None
     prefilled: int
     reused: int
     stop_sequence: str | None = None
     """The stop string that ended the first choice, if the upstream names it."""
     prompt_logprobs: Json = None
-    """As the upstream has them; most requests ask for none."""
 
     @property
     def usage(self) -> Usage:
-        """The upstream's numbers, else counted ones; 0 where neither is known."""
+        """The upstream's numbers, else counted ones; 0 if neither is known."""
         sampled = sum(0 if choice.response_ids is None else len(choice.response_ids) for choice in self.choices)
         return Usage.read(self.completion.get("usage"), self.prompt_ids, sampled)
 
@@ -161,9 +159,9 @@ _NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 
 class PromptIds:
-    """The prompt ids of an attempt's latest reply.
+    """The prompt ids of an attempt's latest reply, with which the next turn's usually begin.
 
-    The next turn's begin with them as a rule: only what it adds is read then, not some ten thousand numbers.
+    Only the added ids are parsed then, not some ten thousand numbers.
     """
 
     def __init__(self) -> None:
@@ -195,15 +193,15 @@ class PromptIds:
 def read_reply(
     body: bytes, headers: Mapping[str, str], reply_id: str, *, logprobs: bool, earlier: PromptIds | None = None
 ) -> Reply:
-    """Take apart what the upstream answered with status 200; ApiError 502 if it is no chat completion.
+    """Take apart a reply with status 200; ApiError 502 if it is no chat completion.
 
-    `logprobs`: whether the agent is to see the log-probabilities too. `earlier` is of the same attempt.
+    `logprobs`: the agent is to see log-probabilities. `earlier` is of the same attempt.
     """
     return RawReply(body, headers.get(HEADER_POLICY), headers.get(HEADER_IGNORED), reply_id, logprobs).read(earlier)
 
 
 def not_a_completion(error: Exception, body: bytes) -> ApiError:
-    """The answer to a call to which the model server replied with what cannot be read."""
+    """The 502 for an unreadable reply of the model server."""
     problem = f"is not a chat completion ({type(error).__name__}: {error}). It began with {body[:80]!r}."
     return ApiError(502, f"The model server's reply {problem}", type="upstream_error", code="upstream_garbage")
 
@@ -212,7 +210,7 @@ def _decode(body: bytes) -> _Sent:
     try:
         return _SENT.decode(body)
     except (msgspec.DecodeError, RecursionError):
-        return _SENT.decode(orjson.dumps(parse_json(body)))  # It reads halves of surrogate pairs.
+        return _SENT.decode(orjson.dumps(parse_json(body)))  # parse_json reads halves of surrogate pairs.
 
 
 def _read(raw: RawReply, sent: _Sent, prompt_ids: Tokens | None) -> Reply:
@@ -242,7 +240,7 @@ def _read(raw: RawReply, sent: _Sent, prompt_ids: Tokens | None) -> Reply:
             for place, choice in enumerate(choices)
         ],
     }
-    orjson.dumps(completion)  # It raises where what is nested too deeply could not be passed on.
+    orjson.dumps(completion)  # Raises if it is nested too deeply to be passed on.
     version = raw.policy if extras.version is None else extras.version
     return Reply(
         raw=raw,
@@ -264,12 +262,12 @@ def _prefix_break(cause: Json) -> PrefixBreak | None:
 
 
 def reasoning_of(message: Mapping[str, Json]) -> str | None:
-    """The reasoning that an upstream parsed out of a response; older and newer vLLM name it differently."""
+    """The reasoning of a response, which older and newer vLLM name differently."""
     return _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
 
 
 def called(call: Mapping[str, Any]) -> tuple[str, str]:
-    """The tool that a tool call names, and what it passes: a function's arguments, or a custom tool's input.
+    """A tool call's name, and its function's arguments or custom tool's input.
 
     >>> called({"type": "custom", "custom": {"name": "shell", "input": "ls"}})
     ('shell', 'ls')
@@ -304,7 +302,7 @@ def _choice(place: int, sent: _SentChoice, extras: _Extras, reply_id: str) -> Ch
 
 
 def _with_distinct_ids(message: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """A message whose tool calls can be told apart: agents join results to calls by their ids.
+    """A message whose tool calls have distinct ids, by which agents join results to calls.
 
     >>> calls = [{"id": "c"}, {"id": "c"}, {"id": "d"}, {"id": None}]
     >>> [call["id"] for call in _with_distinct_ids({"tool_calls": calls}, "call")["tool_calls"]]
@@ -328,7 +326,7 @@ def distinct_id(id: str, others: Collection[str]) -> str:
 
 
 def _message(raw: dict[str, Json]) -> dict[str, Json]:
-    """A message as OpenAI's clients expect it: content as a text or null, and arguments as texts."""
+    """A message for OpenAI's clients: content is a text or null, arguments are texts."""
     message: dict[str, Any] = {"role": "assistant", **raw}
     if isinstance(message.get("content"), list):
         message |= joined_content(message["content"])
@@ -340,14 +338,14 @@ def _message(raw: dict[str, Json]) -> dict[str, Json]:
 
 
 def with_one_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The same without `reasoning` where that is said as `reasoning_content` too: clients would show both."""
+    """The same without `reasoning` if `reasoning_content` repeats it: clients would show both."""
     if message.get("reasoning_content") and message.get("reasoning"):
         del message["reasoning"]
     return message
 
 
 def joined_content(parts: list[Any]) -> dict[str, str]:
-    """Content, and reasoning and refusal if there are any, of a message whose content is a list of parts."""
+    """The content, and reasoning and refusal if any, of a list of parts."""
     texts = {"text": "", "thinking": "", "refusal": ""}
     for part in parts:
         kind = part["type"]
@@ -359,7 +357,7 @@ def joined_content(parts: list[Any]) -> dict[str, str]:
 
 
 def _written(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool call whose arguments are a text; some servers send the object itself, or nothing where there are none."""
+    """A tool call whose arguments are a text; some servers send the object, or nothing if it is empty."""
     written = {"type": "function", **call}
     if written["type"] != "custom":
         passed = call["function"].get("arguments") or {}
@@ -371,7 +369,7 @@ def _written(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _shown(word: Json, reason: FinishReason) -> str:
-    """A finish reason that every client takes: the model server's own if it is one of OpenAI's."""
+    """A finish reason for clients: the model server's own if it is one of OpenAI's."""
     if isinstance(word, str) and word in _OPENAIS_WORDS:
         return word
     return FinishReason.LENGTH.value if reason.is_cut else reason.value
@@ -388,7 +386,7 @@ def _tokens(values: list[int] | int) -> Tokens:
 
 
 def _logprobs(logprobs: _SentLogprobs | None, ids: Tokens | None) -> Logprobs | None:
-    """None where they do not belong one to one to the response's ids: better no value than a shifted one."""
+    """None unless they belong one to one to the response's ids: better no value than a shifted one."""
     if logprobs is None or ids is None:
         return None
     values = [entry.logprob for entry in logprobs.content or ()]

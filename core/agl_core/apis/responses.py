@@ -1,10 +1,9 @@
 """OpenAI's Responses API.
 
 Instructions become a system message before the input; `text.format` becomes `response_format`, `reasoning.effort`
-becomes `reasoning_effort`. Tools that Codex offers by default, and that only OpenAI's servers and models know, are left
-out; other hosted tools go to the model server as they are, which may refuse them. What would need OpenAI's own servers
-(stored prompts and conversations, background) is refused. Nothing here summarises reasoning, or shortens a conversation
-that is too long, so what asks for that is ignored.
+becomes `reasoning_effort`. Codex's default tools that only OpenAI has are left out; other hosted tools go to the model
+server as they are, which may refuse them. Services of OpenAI's own servers (stored prompts and conversations,
+background) are refused. Requests to summarise reasoning or to shorten a conversation are ignored.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _WRITTEN: Mapping[str, tuple[str, str]] = {
     "function_call": ("arguments", "function_call_arguments"),
     "custom_tool_call": ("input", "custom_tool_call_input"),
 }
-"""By kind of block or type of tool call: the field with what the model wrote, and what its events are called."""
+"""By kind of block or type of tool call: the field with the model's text, and the name of its events."""
 _INCOMPLETE = {
     FinishReason.LENGTH: "max_output_tokens",
     FinishReason.CONTENT_FILTER: "content_filter",
     FinishReason.ABORTED: "max_output_tokens",
 }
 _PREFIXES = {"reasoning": "rs", "content": "msg", "refusal": "msg", "tool_call": "fc"}
-"""Of the ids of items."""
+"""By kind of block: the prefix of its item's id."""
 _REPEATED = (
     "instructions",
     "max_output_tokens",
@@ -50,7 +49,7 @@ _REPEATED = (
 )
 """Fields of a request that its response repeats as they are."""
 _OUTPUT = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
-"""The items of a reply that are the model's own words."""
+"""Items of a reply that are the model's own words."""
 
 
 class Responses(Dialect):
@@ -63,7 +62,7 @@ class Responses(Dialect):
     )
     rewritten = frozenset({"input", "instructions", "tools", "tool_choice", "text"})
     ignored = frozenset({"access_programs", "context_management", "max_tool_calls", "truncation"})
-    """OpenAI's limit of tool calls is of those that it makes itself."""
+    """OpenAI's `max_tool_calls` limits calls that OpenAI makes."""
     kept = frozenset({"reasoning", "include", "store", "previous_response_id", "max_output_tokens", "top_logprobs"})
 
     def __init__(self, *, counts: bool = False) -> None:
@@ -105,7 +104,7 @@ class Responses(Dialect):
         if event.get("type") not in (None, "response.completed", "response.incomplete"):
             return {}
         response, numbers = event.get("response", event), itertools.count()
-        # Its items are read as they come back in a later request; what hosted tools did is left out.
+        # Read as items that come back in a later request, without those of hosted tools.
         messages = read_input([item for item in response["output"] if item["type"] in _OUTPUT], Answered(), set())
         deltas = [
             {**message, "tool_calls": [{**call, "index": next(numbers)} for call in message.get("tool_calls") or ()]}
@@ -131,7 +130,7 @@ class Responses(Dialect):
 
 
 def _earlier(previous: str | None, answered: Answered) -> Sequence[Message]:
-    """The conversation that `previous_response_id` continues, without its instructions."""
+    """The conversation of `previous_response_id`, without its instructions."""
     if previous is None:
         return ()
     exchange = answered.of_reply(previous)
@@ -145,9 +144,9 @@ def _earlier(previous: str | None, answered: Answered) -> Sequence[Message]:
 
 
 def _tools(body: Mapping[str, Any], ignored: set[str]) -> list[dict[str, Json]]:
-    """The tools as chat completions describe them, without those that are left out, which are added to `ignored`.
+    """The tools for a chat completion; those left out are added to `ignored`.
 
-    A custom tool with a grammar is one, unless the model must call it: few servers hold a reply to a grammar.
+    Custom tools with a grammar are left out unless the model must call them: few servers hold a reply to a grammar.
     """
     tools, choice = [], body.get("tool_choice") or {}
     for tool in body.get("tools") or ():
@@ -161,7 +160,7 @@ def _tools(body: Mapping[str, Any], ignored: set[str]) -> list[dict[str, Json]]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Json]:
-    """A tool as chat completions describe it; a hosted one as it is: the model server may have it."""
+    """A tool for a chat completion; a hosted one unchanged, as the model server may have it."""
     kind = tool["type"]
     if kind not in ("function", "custom"):
         return dict(tool)
@@ -187,7 +186,7 @@ def _response_format(wanted: Mapping[str, Any]) -> Json:
 
 
 def _response(request: ModelRequest, reply_id: str, created: Json) -> dict[str, Any]:
-    """A response that has just begun."""
+    """The response of `response.created`."""
     body = request.body
     reasoning = body.get("reasoning") or {}
     return {
@@ -214,7 +213,7 @@ def _response(request: ModelRequest, reply_id: str, created: Json) -> dict[str, 
 
 
 def _ended(reply: Reply) -> dict[str, Any]:
-    """The fields of a response that its end decides."""
+    """The fields of a response that are known at its end."""
     reason, usage = _INCOMPLETE.get(reply.choices[0].finish_reason), reply.usage
     return {
         "status": "incomplete" if reason else "completed",
@@ -230,7 +229,7 @@ def _ended(reply: Reply) -> dict[str, Any]:
 
 
 def _item(request: ModelRequest, own_id: Json, block: Block, status: str) -> dict[str, Any]:
-    """An output item: a block, of which each is one."""
+    """The output item of a block."""
     if block.kind == "tool_call":
         kind, (name, _) = _type_of(block), called(block.call)
         item = {"id": own_id, "type": kind, "call_id": block.call["id"], "name": name, _WRITTEN[kind][0]: block.text}
@@ -238,7 +237,7 @@ def _item(request: ModelRequest, own_id: Json, block: Block, status: str) -> dic
     content = {"status": status, "content": [_content_part(block)]}
     if block.kind != "reasoning":
         return {"id": own_id, "type": "message", "role": "assistant", **content}
-    # Clients send it back; memory has what it means.
+    # Clients send the id back; the reply is kept in memory.
     sealed = {"encrypted_content": own_id} if _ENCRYPTED in (request.body.get("include") or ()) else {}
     return {"id": own_id, "type": "reasoning", "summary": [], **content, **sealed}
 
@@ -274,7 +273,7 @@ class _Events(BlockRenderer):
         self._status, self._sent = "completed", 0
         self._response: Mapping[str, Any] = {}
         self._items: dict[int, Mapping[str, Json]] = {}
-        """Those that are done."""
+        """Finished items, by block."""
 
     def encode(self, events: Iterable[Event]) -> bytes:
         numbered = [{**event, "sequence_number": number} for number, event in enumerate(events, self._sent)]
@@ -288,7 +287,7 @@ class _Events(BlockRenderer):
     def finish(self, reply: Reply) -> Iterable[Event]:
         ended = _ended(reply)
         self._status = ended["status"]
-        if {block.kind for block in self.blocks} <= {"reasoning"}:  # So that its echo is a message too.
+        if {block.kind for block in self.blocks} <= {"reasoning"}:  # Its echo has to be a message.
             yield from self.add("content", "")
         yield from self.end()
         response = {**self._response, "output": [self._items[i] for i in range(len(self.blocks))], **ended}
@@ -321,7 +320,7 @@ class _Events(BlockRenderer):
         yield {"type": "response.output_item.done", "output_index": index, "item": self._items[index]}
 
     def _position(self, index: int, block: Block) -> dict[str, Json]:
-        """The fields of an event that say what it is about. An item's id names its reply."""
+        """An event's fields with its place. An item's id names its reply."""
         prefix, unique = _PREFIXES[block.kind], self._reply_id.rpartition("_")[2]
         number = sum(_PREFIXES[earlier.kind] == prefix for earlier in self.blocks[:index])
         at: dict[str, Json] = {"item_id": f"{prefix}_{unique}_{number}", "output_index": index}

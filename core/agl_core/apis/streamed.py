@@ -1,4 +1,4 @@
-"""Reading a reply as it comes: its events, and the chat completion that would have come whole."""
+"""Reads a streamed reply: its events, and the chat completion that they add up to."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TEXTS = frozenset({"content", "reasoning_content", "reasoning", "refusal"})
 
 
 class EventReader:
-    """Takes an event stream apart: the data of each event, whose lines may be several."""
+    """Splits an event stream into the data of its events, which may have several lines."""
 
     def __init__(self) -> None:
         self._rest = list[bytes]()
-        """Pieces of a line that has not ended."""
+        """Pieces of an unfinished line."""
         self._data = list[bytes]()
 
     def feed(self, part: bytes) -> list[bytes]:
@@ -43,7 +43,7 @@ class EventReader:
         return [event for event in events if event]
 
     def end(self) -> list[bytes]:
-        """The data of an event that nothing but the end of the stream ends; one that is cut is none."""
+        """The data of an event that only the end of the stream ends, unless it is cut."""
         return [event for event in self.feed(b"\n\n") if event.endswith((b"}", LAST_EVENT))]
 
 
@@ -53,31 +53,27 @@ class Delta:
 
     index: int
     message: Mapping[str, Any]
-    """Pieces of the message's texts, and of its `tool_calls`: each has its `index`, and id, type and name once."""
+    """Pieces of texts, and of `tool_calls`: each has its `index`, and id, type and name once."""
     logprobs: Sequence[Mapping[str, Any]] = ()
     token_ids: Any = ()
-    """Ids of these tokens; some may be of text that comes later."""
+    """Some may be of text that comes later."""
 
 
 class StreamedCompletion:
-    """A chat completion that comes in chunks.
-
-    Tool calls get the ids here that `read_reply` would give them, because the client sees them before.
-    """
+    """A chat completion in chunks. Tool calls get the ids of `read_reply` at once, as the client sees them first."""
 
     def __init__(self, reply_id: str) -> None:
         self.head: dict[str, Json] = {}
         """The fields beside the choices, so far."""
         self._choices: dict[int, dict[str, Any]] = {}
         self._calls: dict[int, list[_StreamedCall]] = {}
-        """Of each choice."""
+        # Compact: as objects each token would take a kilobyte until the reply's end.
         self._logprobs: dict[int, bytearray] = {}
         self._ids: dict[int, array[int]] = {}
-        """By choice, written compactly: as objects each token would take a kilobyte until the reply's end."""
         self._reply_id = reply_id
 
     def add(self, chunk: Mapping[str, Any]) -> list[Delta]:
-        """Additions by one more chunk. ApiError 502 if it is none."""
+        """Additions by the next chunk; ApiError 502 if it is none."""
         try:
             self.head.update({k: v for k, v in chunk.items() if k != "choices" and v is not None})
             return [self._add(choice, choice.get("index", 0)) for choice in chunk.get("choices") or ()]
@@ -85,7 +81,7 @@ class StreamedCompletion:
             raise not_a_completion(error, repr(chunk).encode()) from error
 
     def end(self) -> list[Delta]:
-        """Additions that no chunk made: calls that were waiting, and arguments of functions called without any."""
+        """Additions at the end: calls that waited, and `{}` for functions called without arguments."""
         deltas = []
         for index, calls in self._calls.items():
             for call in calls:
@@ -96,7 +92,7 @@ class StreamedCompletion:
         return deltas
 
     def whole(self) -> bytes:
-        """The chat completion of all chunks. A response without a finish reason is one that was broken off."""
+        """The chat completion of all chunks; a choice without a finish reason was aborted."""
         choices = []
         for index, choice in sorted(self._choices.items()):
             texts = {name: "".join(pieces) for name, pieces in choice["message"].items() if name in _TEXTS}
@@ -110,7 +106,7 @@ class StreamedCompletion:
             if index in self._ids:
                 own["token_ids"] = self._ids[index].tolist()
             choices.append(own)
-        # A copy, as it may be kept: orjson's own bytes take 4 to 8 KiB even where they are few.
+        # A copy, as it may be kept: orjson's own bytes take 4 to 8 KiB however few they are.
         return bytes(memoryview(orjson.dumps({**self.head, "object": "chat.completion", "choices": choices})))
 
     def _add(self, choice: Mapping[str, Any], index: int) -> Delta:
@@ -147,10 +143,10 @@ class StreamedCompletion:
         return Delta(index, message, logprobs or (), ids or ())
 
     def _add_call(self, piece: Mapping[str, Any], choice: int) -> None:
-        """Add a piece of a tool call to the call that it goes on with, or begin a new one.
+        """Add a piece to its tool call, or begin a new one.
 
-        Some servers leave the index out, or send 0 for each call: a name with a new id begins a call. An id alone does
-        not, as older vLLM makes one up for each piece.
+        A name with a new id begins a call, since some servers leave the index out, or send 0 for each call. An id alone
+        does not, as older vLLM makes one up for each piece.
         """
         calls = self._calls.setdefault(choice, [])
         own_id, number, kind = piece.get("id"), piece.get("index"), piece.get("type") or "function"
@@ -166,7 +162,7 @@ class StreamedCompletion:
         call.add(text if isinstance(text, str) else orjson.dumps(text).decode())
 
     def _unsent(self, choice: int, *, is_over: bool = False) -> list[Mapping[str, Any]]:
-        """The client's pieces of tool calls: each call in its turn, with its whole name, and then what it adds."""
+        """Pieces of tool calls for the client: each call in its turn, its whole name first."""
         pieces = list[Mapping[str, Any]]()
         calls = self._calls.get(choice, [])
         for place, call in enumerate(calls):
@@ -185,20 +181,19 @@ class StreamedCompletion:
 
 @dataclass(slots=True, eq=False)
 class _StreamedCall:
-    """A tool call that comes in pieces."""
+    """A tool call in pieces."""
 
     kind: str
     number: int | None
-    """The model server's index of it."""
+    """The model server's index."""
     own_id: str | None = None
-    """The model server's."""
+    """The model server's id."""
     id: str | None = None
-    """The client's, which has the call's name by then."""
+    """The client's id; set once the name is sent."""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    """Of its arguments, or its input."""
+    """Pieces of its arguments or input."""
     unsent: list[str] = field(default_factory=list)
-    """The pieces that the client does not have."""
 
     @property
     def written(self) -> str:
@@ -206,7 +201,7 @@ class _StreamedCall:
         return "input" if self.kind == "custom" else "arguments"
 
     def goes_on(self, own_id: str | None, number: int | None, name: str | None) -> bool:
-        """True if a piece with these is one of this call."""
+        """True if a piece with these belongs to this call."""
         if number not in (None, self.number):
             return False
         if own_id and self.own_id and (name or number is None):
@@ -214,13 +209,12 @@ class _StreamedCall:
         return number is not None or not name
 
     def add(self, text: str) -> None:
-        """Add to its arguments."""
         if text:
             self.pieces.append(text)
             self.unsent.append(text)
 
     def whole(self) -> dict[str, Any]:
-        """As a message has it."""
+        """The call in a message."""
         return {
             "id": self.id,
             "type": self.kind,

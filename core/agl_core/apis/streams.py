@@ -1,7 +1,7 @@
-"""Replies as streams: how APIs write a reply as it comes.
+"""Writes replies as streams.
 
 chunk ─▶ StreamedCompletion ─▶ deltas ─▶ Renderer ─▶ events of the client's API
-                 └─▶ the chat completion that would have come whole, which is recorded
+                 └─▶ the whole chat completion, which is recorded
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Renderer(ABC):
     """Writes one reply as the server-sent events of an API, as it comes."""
 
     done: ClassVar[bytes] = b""
-    """What comes after the events of a reply that came to its end."""
+    """Follows the events of a complete reply."""
 
     @abstractmethod
     def start(self, head: Mapping[str, Any]) -> Iterable[Event]:
-        """The events before the first delta; `head` is what is known of the chat completion beside its choices."""
+        """The events before the first delta; `head` has the fields beside the choices, so far."""
 
     @abstractmethod
     def feed(self, delta: Delta) -> Iterable[Event]:
-        """The events of a delta."""
+        """Events of a delta."""
 
     @abstractmethod
     def finish(self, reply: Reply) -> Iterable[Event]:
@@ -50,14 +50,14 @@ class Renderer(ABC):
 
     @abstractmethod
     def fail(self, error: ApiError) -> Event:
-        """The last event of a reply that does not come to its end."""
+        """The last event of a reply that breaks off."""
 
     def encode(self, events: Iterable[Event]) -> bytes:
-        """Events as they are sent: named by their type."""
+        """Events as sent, each named by its type."""
         return b"".join([b"event: %b\n%b" % (str(event["type"]).encode(), _data(event)) for event in events])
 
     def events(self, reply: Reply) -> Iterator[Event]:
-        """Those of a reply that is there as a whole, as one delta of each choice."""
+        """The events of a whole reply, with one delta per choice."""
         yield from self.start({**reply.completion, "prompt_token_ids": reply.prompt_ids})
         shown: Any = reply.completion["choices"]
         for choice, of_client in zip(reply.choices, shown, strict=True):
@@ -69,14 +69,14 @@ class Renderer(ABC):
         yield from self.finish(reply)
 
     def stream(self, reply: Reply) -> Response:
-        """The stream of a reply that is there as a whole."""
+        """The stream of a whole reply."""
         from starlette.responses import Response
 
         return Response(self.encode(self.events(reply)) + self.done, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
 
 
 class _Chunks(Renderer):
-    """Server-sent chunks without names and a last `[DONE]`, as chat completions and completions have them."""
+    """Chunks of chat completions and completions: without names, and with a last `[DONE]`."""
 
     done = b"data: %b\n\n" % LAST_EVENT
     object: ClassVar[str]
@@ -92,7 +92,7 @@ class _Chunks(Renderer):
 
     @abstractmethod
     def ended(self, choice: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The choice of the last chunk of a choice."""
+        """A choice in its last chunk."""
 
     def encode(self, events: Iterable[Event]) -> bytes:
         return b"".join(map(_data, events))
@@ -104,12 +104,11 @@ class _Chunks(Renderer):
         return ()
 
     def chunk(self, choice: Mapping[str, Any], **more: Any) -> Event:
-        """One chunk of one choice."""
         usage = {"usage": None} if self._usage else {}
         return {**self._head, **usage, **more, "choices": [choice]}
 
     def of_tokens(self, delta: Delta) -> dict[str, Any]:
-        """A delta's token ids, if the client wants them."""
+        """The token ids, if the client wants them."""
         return {"token_ids": delta.token_ids} if self.ids and len(delta.token_ids) else {}
 
     def finish(self, reply: Reply) -> Iterable[Event]:
@@ -127,8 +126,6 @@ def _data(event: Event) -> bytes:
 
 
 class ChatChunks(_Chunks):
-    """Those of chat completions."""
-
     object = "chat.completion.chunk"
 
     def feed(self, delta: Delta) -> Iterable[Event]:
@@ -150,7 +147,7 @@ class ChatChunks(_Chunks):
 
 
 def _one_by_one(message: Mapping[str, Any]) -> list[dict[str, Json]]:
-    """The role, texts and tool calls of a delta, apart: some clients take the first that they find."""
+    """The role, texts and tool calls of a delta, apart: some clients read only the first."""
     content = message.get("content")
     pieces: list[dict[str, Json]] = []
     if "role" in message:
@@ -163,8 +160,6 @@ def _one_by_one(message: Mapping[str, Any]) -> list[dict[str, Json]]:
 
 
 class TextChunks(_Chunks):
-    """Those of completions."""
-
     object = "text_completion"
 
     def feed(self, delta: Delta) -> Iterable[Event]:
@@ -184,7 +179,7 @@ class TextChunks(_Chunks):
 
 
 def text_choice(choice: Mapping[str, Any]) -> dict[str, Json]:
-    """A choice of a chat as completions have it."""
+    """A chat's choice as one of completions."""
     reason = choice["finish_reason"]
     return {
         "index": choice["index"],
@@ -195,7 +190,7 @@ def text_choice(choice: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def _text_logprobs(entries: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, list[Any]]:
-    """In the older shape: one list per kind of value; `offset` is where the first token's text begins."""
+    """The older shape, one list per kind of value; the first token's text begins at `offset`."""
     tokens = [entry.get("token") or "" for entry in entries]
     return {
         "tokens": tokens,
@@ -216,27 +211,27 @@ class Block:
     call: Mapping[str, Any] = field(default_factory=dict)
     """A tool call's id, type and name (`called`)."""
     pieces: list[str] = field(default_factory=list)
+    """Pieces of its text, or of a tool call's arguments or input."""
     logprobs: list[Mapping[str, Any]] = field(default_factory=list)
-    """Of a content's tokens, if the client is to see them."""
+    """A content's, if the client is to see them."""
     sent: tuple[int, int] | None = None
-    """How many pieces and log-probabilities are in events; None before it begins."""
+    """Numbers of pieces and log-probabilities in events; None before it begins."""
 
     @property
     def text(self) -> str:
-        """Text of a tool call are its arguments or its input."""
         return "".join(self.pieces)
 
     @property
     def can_grow(self) -> bool:
-        """True if it is a tool call that may still get arguments."""
+        """True if it is a tool call that may get more arguments."""
         may_be_whole = self.pieces and self.pieces[-1].rstrip().endswith("}")
         return self.kind == "tool_call" and not (may_be_whole and isinstance(parse_if_json(self.text), dict))
 
 
 class BlockRenderer(Renderer):
-    """For APIs whose replies are lists of blocks, of which one begins where the one before has ended.
+    """For APIs whose replies are lists of blocks, one after the other.
 
-    Model servers may mix the pieces of several tool calls: what is behind a call that can grow waits for its end.
+    Model servers may mix the pieces of several tool calls: blocks behind a call that can grow wait for its end.
     """
 
     def __init__(self, *, logprobs: bool = False) -> None:
@@ -245,19 +240,19 @@ class BlockRenderer(Renderer):
         self._current = 0
         """The block that is open, or begins next."""
         self._pending: list[Mapping[str, Any]] = []
-        """Log-probabilities of tokens without text so far."""
+        """Log-probabilities of tokens without text yet."""
 
     @abstractmethod
     def opened(self, index: int, block: Block) -> Iterator[Event]:
-        """The events by which a block begins."""
+        """Events that begin a block."""
 
     @abstractmethod
     def extended(self, index: int, block: Block, text: str, logprobs: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
-        """The events of a text that a block has now in addition."""
+        """Events of text added to a block."""
 
     @abstractmethod
     def closed(self, index: int, block: Block) -> Iterator[Event]:
-        """The events by which a block ends."""
+        """Events that end a block."""
 
     def feed(self, delta: Delta) -> Iterator[Event]:
         if delta.index:  # These APIs have one choice.
@@ -277,7 +272,7 @@ class BlockRenderer(Renderer):
             yield from self.add("tool_call", own.get("input") or own.get("arguments") or "", call)
 
     def add(self, kind: Any, text: str, call: Mapping[str, Any] | None = None) -> Iterator[Event]:
-        """The events of a text, or of a tool call or what it has in addition."""
+        """Add text, or a piece of a tool call, and return its events."""
         block = self.blocks[-1] if self.blocks and self.blocks[-1].kind == kind else None
         if call is not None:
             calls = [block for block in self.blocks if block.kind == kind]
@@ -293,13 +288,13 @@ class BlockRenderer(Renderer):
         yield from self._write()
 
     def end(self) -> Iterator[Event]:
-        """The events that end all blocks."""
+        """End all blocks."""
         if self._pending and self.blocks and self.blocks[-1].kind == "content":
             yield from self.add("content", "")
         yield from self._write(is_over=True)
 
     def _write(self, *, is_over: bool = False) -> Iterator[Event]:
-        """The events of what blocks have in addition, up to the one that may go on."""
+        """Events of all unsent pieces, up to the first block that may grow."""
         for index, block in enumerate(self.blocks[self._current :], self._current):
             if block.sent is None:
                 block.sent = 0, 0
