@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agl_chat.conversation import ChatText, Sessions
+from agl_chat.conversation import ChatText, ReplyMemory
 from agl_chat.formats import LlamaJson
 from agl_chat.parsing import detect_thinking
 from agl_chat.requests import normalise
@@ -166,7 +166,7 @@ class Agent:
 
     def __init__(self, family: Family, *, tools: bool) -> None:
         self._family, self._tools = family, TOOLS if tools else []
-        self._sessions = Sessions(family.text)
+        self._sessions = ReplyMemory(family.text)
         self._recorded: list[list[int]] = []
         self.tokens, self.carried = 0, 0
         """Of all prompts but the first: tokens, and those that an earlier prompt and response begin with, exactly."""
@@ -185,12 +185,12 @@ class Agent:
             self.carried += max(len(known) if ids[: len(known)] == known else 0 for known in self._recorded)
         if prompt.prefix_broken:
             self.causes[prompt.prefix_broken] += 1
-        written = self._thoughts(prompt.text) + content + self._calls(calls)
+        written = self._thoughts(prompt.is_thinking) + content + self._calls(calls)
         response = [token for character in self._pieces(written) for token in text.encode(character)]
         if not is_cut:
             end = self._family.end_of_calls if calls and self._family.end_of_calls else self._family.end
             response += text.encode(end)
-        parsed = text.parser(prompt.text, self._tools).parse(text.decode(response))
+        parsed = text.parser(self._tools, is_thinking=prompt.is_thinking).parse(text.decode(response))
         assert len(parsed.calls) == len(calls), (self._family.name, written, parsed)
         message: Message = {"role": "assistant", "content": parsed.content}
         if calls:
@@ -204,11 +204,11 @@ class Agent:
         self._recorded.append(ids + response)
         return message
 
-    def _thoughts(self, prompt: str) -> str:
+    def _thoughts(self, is_thinking: bool) -> str:
         tags = detect_thinking(self._family.template)
         if tags is None or not self._family.thinks:
             return ""
-        first = "" if prompt.rstrip().endswith(tags.first) else f"{tags.first}\n"
+        first = "" if is_thinking else f"{tags.first}\n"
         return f"{first}{THOUGHTS}\n{tags.last}\n\n"
 
     def _calls(self, calls: Sequence[tuple[str, Any]]) -> str:

@@ -27,7 +27,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from agl_chat.backends import Backend, Generated, Request, SampledToken
-from agl_chat.conversation import ChatText, Prompt, Sessions, overflow
+from agl_chat.conversation import ChatText, Prompt, ReplyMemory, overflow
 from agl_chat.formats import Message, Parsed, ToolFormat
 from agl_chat.parsing import ReplyParser, ResponseText
 from agl_chat.requests import ChatRequest, normalise, parse_request
@@ -162,7 +162,7 @@ class ModelServer:
     def __init__(self, name: str, text: ChatText, context_length: int) -> None:
         self.name, self.text = name, text
         self._context_length = context_length
-        self._sessions = Sessions(self.text)
+        self._sessions = ReplyMemory(self.text)
 
     def begin(self, chat: ChatRequest, session: str | None, *, moved: bool = False) -> Exchange:
         """Make a sampling request of a chat request. Raises ApiError if it cannot be answered.
@@ -190,7 +190,9 @@ class ModelServer:
         if length + 1 > context:
             raise overflow(f"alone are {length} tokens of this model's {context}")
         stops = (*chat.stops, *_one_call_end(chat, tool_format))
-        forced = self.text.forced_prefix(prompt.text, chat.forced_tool) if chat.forces_tool else ""
+        forced = ""
+        if chat.forces_tool:
+            forced = self.text.forced_prefix(chat.forced_tool, is_thinking=prompt.is_thinking)
         request = Request(
             id=f"chatcmpl-{uuid.uuid4().hex}",
             prompt_ids=prompt.ids,
@@ -210,7 +212,7 @@ class ModelServer:
         if (kept := self.text.kept_systems) < 2:
             roles = enumerate(message["role"] for message in messages)
             ignored |= {f"messages.{at}.role": role for at, role in roles if role == "system" and at >= kept}
-        parser = self.text.parser(prompt.text, chat.shown_tools)
+        parser = self.text.parser(chat.shown_tools, is_thinking=prompt.is_thinking)
         return Exchange(chat, session, messages, prompt, request, parser, tuple(ignored))
 
     def _tool_format(self, chat: ChatRequest) -> ToolFormat | None:

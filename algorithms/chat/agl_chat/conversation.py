@@ -2,7 +2,7 @@
 
 A chat client sends the whole conversation anew each turn. Rendering and tokenising it again would often give other
 tokens for the assistant's earlier replies than those that were sampled (spacing, JSON style, merges). So the prompt of
-a later turn is the recorded prompt's ids + the recorded response's ids + the ids of only what is new (`Sessions`).
+a later turn is the recorded prompt's ids + the recorded response's ids + the ids of only what is new (`ReplyMemory`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -126,14 +127,9 @@ class ChatText:
 
     def exceeds(self, text: str, limit: int) -> bool:
         """True if a very long text surely has more tokens: told from as many of its parts as that takes."""
-        if len(text) <= limit * _USUAL_CHARACTERS:
-            return False
-        count = 0
-        for start in range(0, len(text), _PART):
-            count += len(self.encode(text[start : start + _PART])) - _CUT
-            if count > limit:
-                return True
-        return False
+        parts = (text[start : start + _PART] for start in range(0, len(text), _PART))
+        counts = accumulate(len(self.encode(part)) - _CUT for part in parts)
+        return len(text) > limit * _USUAL_CHARACTERS and any(count > limit for count in counts)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, as it stands: nothing is added."""
@@ -144,29 +140,24 @@ class ChatText:
         ids = self.encode(self.eos_texts[token] + text)
         return ids[1:] if ids[:1] == [token] else self.encode(text)
 
-    def split_end(self, written: str) -> tuple[str, str]:
-        """The text of a rendered reply, and the last end token in it; "" if the template writes none."""
-        ends = [(at, mark) for mark in self.eos_texts.values() if (at := written.rfind(mark)) >= 0]
-        if not ends:
-            return written.rstrip(), ""
-        at, mark = max(ends)
-        return written[:at], mark
-
-    def until_end(self, text: str) -> tuple[str, str]:
-        """The text before its first end token, and that token; "" if there is none."""
-        ends = [(at, mark) for mark in self.eos_texts.values() if (at := text.find(mark)) >= 0]
-        at, mark = min(ends, default=(len(text), ""))
+    def split_end(self, text: str, *, last: bool = False) -> tuple[str, str]:
+        """The text before its first or last end token, and that token; the whole text and "" if there is none."""
+        find = text.rfind if last else text.find
+        ends = [(at, mark) for mark in self.eos_texts.values() if (at := find(mark)) >= 0]
+        at, mark = (max if last else min)(ends, default=(len(text.rstrip()), ""))
         return text[:at], mark
 
-    def parser(self, prompt: str, tools: Tools) -> ReplyParser:
-        """A parser of one reply to a prompt, which looks for calls if there are tools."""
-        tags, tool_format = self.thinking, self.tool_format if tools else None
-        return ReplyParser(tool_format, tools, tags, is_thinking=bool(tags and prompt.rstrip().endswith(tags.first)))
+    def is_thinking(self, prompt: str) -> bool:
+        """True if a prompt ends with the tag that begins reasoning."""
+        return self.thinking is not None and prompt.rstrip().endswith(self.thinking.first)
 
-    def forced_prefix(self, prompt: str, tool: str | None) -> str:
+    def parser(self, tools: Tools, *, is_thinking: bool = False) -> ReplyParser:
+        """A parser of one reply, which looks for calls if there are tools."""
+        return ReplyParser(self.tool_format if tools else None, tools, self.thinking, is_thinking)
+
+    def forced_prefix(self, tool: str | None, *, is_thinking: bool) -> str:
         """The start of a reply that calls this tool; reasoning that the prompt begins ends first."""
-        tags = self.thinking
-        end = f"{tags.last}\n\n" if tags and prompt.rstrip().endswith(tags.first) else ""
+        end = f"{self.thinking.last}\n\n" if self.thinking and is_thinking else ""
         return end + (self.tool_format.forced_prefix(tool) if self.tool_format else "")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -215,7 +206,7 @@ def token_ids(
         return None, None
     if not full.startswith(prompt):
         return None, None
-    response, end = text.split_end(full[len(prompt) :])
+    response, end = text.split_end(full[len(prompt) :], last=True)
     prompt_ids, response_ids = text.encode(prompt), text.encode(response)
     if is_complete:
         response_ids += text.encode(end) if end else [min(text.eos_ids)]
@@ -277,12 +268,7 @@ def load_text(model: str, *, trust_remote_code: bool = False) -> ChatText:
 
 def digests(messages: Sequence[Message]) -> list[bytes]:
     """Entry k identifies what the first k messages mean, k = 0 … len(messages)."""
-    state = hashlib.blake2b(digest_size=16)
-    prefixes = [state.digest()]
-    for message in messages:
-        state.update(meaning(message).encode() + b"\0")
-        prefixes.append(state.digest())
-    return prefixes
+    return [*accumulate(map(meaning, messages), lambda before, text: _digest(before.hex() + text), initial=b"")]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -290,34 +276,34 @@ class Prompt:
     """A rendered conversation as the engine will feed it."""
 
     ids: Tokens
-    text: str
-    shown: bytes
-    """Identifies the tools and the template's variables."""
     prefix_broken: PrefixBreak | None
     """Why the recorded ids of an earlier reply could not be used; the latest such reply counts."""
+    length: int
+    """Characters."""
+    digest: bytes
+    """Identifies the text."""
+    shown: bytes
+    """Identifies the tools and the template's variables."""
+    is_thinking: bool
+    """The text ends with the tag that begins reasoning."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedChoice:
     """One choice that answered a prompt."""
 
+    prompt: Prompt
+    ids: Tokens
     meaning: str
     call_ids: tuple[str | None, ...]
-    ids: Tokens
-    prompt_ids: Tokens
-    prompt_length: int
-    """Characters of the prompt's text."""
-    prompt_digest: bytes
-    shown: bytes
-    """As the prompt's."""
     reasoning: str
 
     @property
     def nbytes(self) -> int:
-        return self.prompt_ids.nbytes + self.ids.nbytes + len(self.meaning) + len(self.reasoning)
+        return self.prompt.ids.nbytes + self.ids.nbytes + len(self.meaning) + len(self.reasoning)
 
 
-class Sessions:
+class ReplyMemory:
     """The replies that each rollout of one model got; the least recently used is forgotten when there are too many.
 
     `max_bytes` bounds the recorded ids, `max_sessions` the number. One thread records; any may make prompts.
@@ -355,6 +341,7 @@ class Sessions:
         full, shown, cause = render(len(messages), True), _digest(json.dumps([*tools, options])), None
         if limit and self._text.exceeds(full, limit):
             raise overflow(f"alone are more than this model's {limit} tokens")
+        of_text = len(full), _digest(full), shown, self._text.is_thinking(full)
         for at in range(len(before) - 2, 0, -1):
             if messages[at]["role"] != "assistant":
                 continue
@@ -363,10 +350,10 @@ class Sessions:
             for choice in echoed:
                 tail = self._tail(full, choice, functools.partial(render, at + 1, False), tools)
                 if tail is not None:
-                    return Prompt(np.concatenate([choice.prompt_ids, choice.ids, tail]), full, shown, cause)
+                    return Prompt(np.concatenate([choice.prompt.ids, choice.ids, tail]), cause, *of_text)
             cause = cause or self._cause(messages[at], echoed, choices, session, shown)
             cause = cause or (PrefixBreak.SERVER if moved else None)
-        return Prompt(np.array(self._text.encode(full), np.int32), full, shown, cause)
+        return Prompt(np.array(self._text.encode(full), np.int32), cause, *of_text)
 
     def _cause(
         self,
@@ -377,7 +364,7 @@ class Sessions:
         shown: bytes,
     ) -> PrefixBreak | None:
         """Why the ids of a reply are not used: those of `echoed` say the same, `choices` answered the same."""
-        if echoed and echoed[0].shown != shown:
+        if echoed and echoed[0].prompt.shown != shown:
             return PrefixBreak.REQUEST
         if echoed:
             return PrefixBreak.TEMPLATE if self._has_ended(echoed[0]) else PrefixBreak.CUT
@@ -391,20 +378,20 @@ class Sessions:
 
     def _tail(self, full: str, choice: RecordedChoice, render: Callable[[], str], tools: Tools) -> Tokens | None:
         """Ids of what stands after the reply in `full`; None if the template writes prompt or reply otherwise now."""
-        start = choice.prompt_length
-        if _digest(full[:start]) != choice.prompt_digest:
+        start, parser = choice.prompt.length, self._text.parser(tools, is_thinking=choice.prompt.is_thinking)
+        if _digest(full[:start]) != choice.prompt.digest:
             return None
 
         def is_reply(written: str) -> bool:
-            parsed = self._text.parser(full[:start], tools).parse(written)
+            parsed = parser.parse(written)
             calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in parsed.calls]
             echo = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
             return meaning(echo) == choice.meaning and parsed.reasoning == choice.reasoning
 
-        written, mark = self._text.until_end(full[start:])
+        written, mark = self._text.split_end(full[start:])
         if not mark or not is_reply(written):
             upto = render()  # No end token after the reply: it ends where a shorter conversation does.
-            written, mark = self._text.split_end(upto[start:])
+            written, mark = self._text.split_end(upto[start:], last=True)
             if not full.startswith(upto) or len(upto) <= start or not is_reply(written):
                 return None
         if not self._has_ended(choice):  # A reply cut short gets the end token that the template writes.
@@ -414,7 +401,7 @@ class Sessions:
             return np.array(self._text.encode(full[start + len(text) :]), np.int32)
         last = int(choice.ids[-1])
         # The sampled end token stands for another one that the template writes, but not for the mark of what follows.
-        if mark != self._text.eos_texts[last] and mark != self._text.split_end(render()[start:])[1]:
+        if mark != self._text.eos_texts[last] and mark != self._text.split_end(render()[start:], last=True)[1]:
             mark = ""
         rest = full[start + len(written) + len(mark) :]
         return np.array(self._text.encode_after(last, rest), np.int32)
@@ -425,18 +412,8 @@ class Sessions:
         """Remember a call: its prompt, and each choice's normalised message and response ids."""
         choices = self._sessions.setdefault(key, {}).setdefault(digests(messages)[-1], [])
         for message, ids in replies:
-            choices.append(
-                RecordedChoice(
-                    meaning(message),
-                    _call_ids(message),
-                    ids,
-                    prompt.ids,
-                    len(prompt.text),
-                    _digest(prompt.text),
-                    prompt.shown,
-                    message.get("reasoning_content", ""),
-                )
-            )
+            reasoning = message.get("reasoning_content", "")
+            choices.append(RecordedChoice(prompt, ids, meaning(message), _call_ids(message), reasoning))
             self._nbytes += choices[-1].nbytes
         self._sessions.move_to_end(key)
         while len(self._sessions) > self._max_sessions or self._nbytes > self._max_bytes:

@@ -28,6 +28,12 @@ class ToolCall:
         return {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
 
 
+def arguments_text(call: Message) -> str:
+    """The arguments of a normalised tool call as JSON text; text that is no JSON stays as it is."""
+    arguments = call["function"]["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Parsed:
     """A response taken apart. With an error, the content has what is malformed as it was written."""
@@ -58,7 +64,7 @@ def find_mark(text: str, marks: Sequence[str]) -> tuple[int, bool]:
 
 
 class MalformedError(ValueError):
-    """A text that begins as a tool call and is none."""
+    """A text begins as a tool call and is none."""
 
 
 class ToolFormat(abc.ABC):
@@ -79,6 +85,10 @@ class ToolFormat(abc.ABC):
     """Texts around and in calls; they stay in a response even where a tokenizer calls them special."""
     marks: tuple[str, str] = ("", "")
     """The texts before and after a call; empty if there is no such mark."""
+    call: re.Pattern[str] | None = None
+    """Finds the name and the arguments in a call; None if it is JSON."""
+    argument: re.Pattern[str] | None = None
+    """Finds the name and the text of one argument; None if arguments are JSON."""
     id_length: int | None = None
     """Characters of a call's id, of which the last ones are shown; templates of this format refuse another length."""
 
@@ -94,9 +104,19 @@ class ToolFormat(abc.ABC):
     def split(self, text: str) -> tuple[list[str], list[str]]:
         """The texts before, between and after calls, and those of the calls."""
 
-    @abc.abstractmethod
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        """The calls in such a text, with the types of the tools' schemas if it has none. Raises MalformedError."""
+        """The calls in the text of one. Arguments that are texts get the types of the tools' schemas.
+
+        Raises MalformedError.
+        """
+        if self.call is None:
+            return [json_call(one_json(body.strip()))]
+        call = self.call.fullmatch(body.strip())
+        if call is None:
+            raise MalformedError(f"the tool call is not like {''.join(self.start)!r}")
+        if self.argument is not None:
+            return [_call_of_texts(call[1], _pairs(self.argument, call[2]), tools)]
+        return [json_call({"name": call[1], "arguments": one_json(call[2].strip())})]
 
     def find_call(self, text: str) -> int:
         """Where a call may begin in a text that goes on; the end of the text if nothing in it may be a beginning."""
@@ -169,9 +189,6 @@ class Hermes(Tagged):
     start = ('<tool_call>\n{"name": "', 'NAME", "arguments":')
     ends = ("}\n</tool_call>", '\n<tool_call>\n{"name": "', "")
 
-    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        return [json_call(one_json(body.strip()))]
-
 
 class QwenXml(Tagged):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>` (Qwen3-Coder, Qwen3.5)."""
@@ -182,19 +199,13 @@ class QwenXml(Tagged):
     ends = ("</function>\n</tool_call>", "\n<tool_call>\n<function=", "")
     pair = ("<parameter=KEY>\n", "\n</parameter>\n")
     # Models forget the > after a name, and arguments have marks in them: those that end one have certain others behind.
-    _FUNCTION = re.compile(r"<function=([^<>\n]+)[>\n](.*)</function>", re.DOTALL)
-    _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)(?:>\n?|\n)(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
+    call = re.compile(r"<function=([^<>\n]+)[>\n](.*)</function>", re.DOTALL)
+    argument = re.compile(r"\s*<parameter=([^<>\n]+)(?:>\n?|\n)(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
     _BEGIN, _END = re.compile(r"\s*<function="), re.compile(r"(?<=</function>)\s*</tool_call>")
 
     def find_end(self, text: str, start: int) -> int:
         end = self._END.search(text, start) if self._BEGIN.match(text, start) else None
         return text.find(self.marks[1], end.start() if end else start)
-
-    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        function = self._FUNCTION.fullmatch(body.strip())
-        if function is None:
-            raise MalformedError("the tool call is no <function=NAME>…</function>")
-        return [_call_of_texts(function[1], _pairs(self._PARAMETER, function[2]), tools)]
 
 
 class Glm(Tagged):
@@ -206,11 +217,8 @@ class Glm(Tagged):
     ends = ("</tool_call>", "\n<tool_call>", "")
     pair = ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n")
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
-
-    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        name, tag, arguments = body.partition("<arg_key>")
-        return [_call_of_texts(name, _pairs(self._ARGUMENT, tag + arguments), tools)]
+    call = re.compile(r"(.*?)((?:<arg_key>.*)?)", re.DOTALL)
+    argument = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
 
 
 class DeepSeek(Tagged):
@@ -229,7 +237,7 @@ class DeepSeek(Tagged):
         "<｜tool▁calls▁end｜>",
     )
     marks = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-    _CALL = re.compile(r"\s*([^\s<]+)\s*<｜tool▁sep｜>(.*)", re.DOTALL)
+    call = re.compile(r"([^\s<]+)\s*<｜tool▁sep｜>(.*)", re.DOTALL)
 
     def split(self, text: str) -> tuple[list[str], list[str]]:
         outside, bodies = super().split(text)
@@ -240,9 +248,6 @@ class DeepSeek(Tagged):
     def fault(self, outside: str) -> str | None:
         return f"{self.markers[3]} without a call" if self.markers[3] in outside else super().fault(outside)
 
-    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        return [_named_call(self._CALL.fullmatch(body), self.markers[2])]
-
 
 class DeepSeekFenced(DeepSeek):
     """The same with `function<｜tool▁sep｜>NAME`, and the arguments as a block of Markdown (DeepSeek V3, R1)."""
@@ -251,44 +256,41 @@ class DeepSeekFenced(DeepSeek):
     signs, no_signs = ("<｜tool▁call▁begin｜>", "```json"), ()
     start = ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>", "NAME\n```json\n{")
     ends = ("\n```<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁end｜>")
-    _CALL = re.compile(r"\s*function<｜tool▁sep｜>([^\n]+)\n```json\n(.*)\n```\s*", re.DOTALL)
+    call = re.compile(r"function<｜tool▁sep｜>([^\n]+)\n```json\n(.*)\n```", re.DOTALL)
 
 
-class Mistral(ToolFormat):
-    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` at the end of a response (Mistral, before its tokenizer 11)."""
+class MistralNamed(ToolFormat):
+    """`[TOOL_CALLS]NAME[ARGS]{…}` for each call (Mistral's tokenizers 11 and 13; 11 also has `[CALL_ID]`)."""
 
-    name = "mistral"
-    signs: tuple[str, ...] = ("[TOOL_CALLS]",)
-    no_signs: tuple[str, ...] = ("[ARGS]",)
-    start = ('[TOOL_CALLS][{"name": "', 'NAME", "arguments":')
-    ends = ("}", ', {"name": "', "]")
-    markers: tuple[str, ...] = ("[TOOL_CALLS]",)
+    name = "mistral_named"
+    signs: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]")
+    no_signs: tuple[str, ...] = ()
+    start = ("[TOOL_CALLS]", "NAME[ARGS]{")
+    ends = ("", "[TOOL_CALLS]", "")
+    markers: tuple[str, ...] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     marks = ("[TOOL_CALLS]", "")
+    call = re.compile(r"([^\s\[{]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
     id_length = 9
 
     def split(self, text: str) -> tuple[list[str], list[str]]:
         content, *bodies = text.split("[TOOL_CALLS]")
         return [content, *[""] * len(bodies)], bodies
 
+
+class Mistral(MistralNamed):
+    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` at the end of a response (Mistral, before its tokenizer 11)."""
+
+    name = "mistral"
+    signs, no_signs = ("[TOOL_CALLS]",), ("[ARGS]",)
+    start = ('[TOOL_CALLS][{"name": "', 'NAME", "arguments":')
+    ends = ("}", ', {"name": "', "]")
+    markers = ("[TOOL_CALLS]",)
+
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
         values = one_json(body.strip())
         if not isinstance(values, list) or not values:
             raise MalformedError("the tool calls are no JSON array of calls")
         return map(json_call, values)
-
-
-class MistralNamed(Mistral):
-    """`[TOOL_CALLS]NAME[ARGS]{…}` for each call (Mistral's tokenizers 11 and 13; 11 also has `[CALL_ID]`)."""
-
-    name = "mistral_named"
-    signs, no_signs = ("[TOOL_CALLS]", "[ARGS]"), ()
-    start = ("[TOOL_CALLS]", "NAME[ARGS]{")
-    ends = ("", "[TOOL_CALLS]", "")
-    markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-    _CALL = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
-
-    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        return [_named_call(self._CALL.fullmatch(body), self.markers[2])]
 
 
 class LlamaJson(ToolFormat):
@@ -368,13 +370,6 @@ def json_call(value: Any, *keys: str) -> ToolCall:
     if not isinstance(arguments, dict):
         raise MalformedError(f"the tool call has no object {(keys or ('arguments',))[0]!r}")
     return ToolCall(value["name"], arguments)
-
-
-def _named_call(call: re.Match[str] | None, mark: str) -> ToolCall:
-    """A call whose name and arguments were found at a mark. Raises MalformedError if they were not."""
-    if call is None:
-        raise MalformedError(f"the tool call has no name and arguments at {mark}")
-    return json_call({"name": call[1], "arguments": one_json(call[2].strip())})
 
 
 def _pairs(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, str]]:

@@ -16,12 +16,11 @@ A model that was never trained on this rarely writes such a line by itself: show
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agl_chat.formats import MalformedError, Message, ToolCall, ToolFormat, Tools, json_call, one_json
+from agl_chat.formats import Message, ToolFormat, Tools, arguments_text
 
 ACTION, OBSERVATION = "Action:", "Observation:"
 
@@ -47,11 +46,7 @@ def _message_in_text(message: Message) -> Message:
     if message["role"] == "tool":
         return {"role": "user", "content": f"{OBSERVATION} {message['content']}"}
     lines = [message["content"]] if message["content"] else []
-    for call in message.get("tool_calls", ()):
-        arguments = call["function"]["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        lines.append(f"{ACTION} {call['function']['name']} {arguments}")
+    lines += [f"{ACTION} {call['function']['name']} {arguments_text(call)}" for call in message.get("tool_calls", ())]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": "\n".join(lines)}
 
@@ -90,6 +85,7 @@ class PlainText(ToolFormat):
     start = (f"{ACTION} ", "NAME {")
     ends = ("", f"\n{ACTION} ", "")
     marks = (ACTION, "")
+    call = re.compile(r"([\w.-]+)(?: |$)(.*)")
     _LINE = re.compile(f"^{ACTION}(.*)$", re.MULTILINE)
 
     def find_call(self, text: str) -> int:
@@ -101,9 +97,3 @@ class PlainText(ToolFormat):
     def split(self, text: str) -> tuple[list[str], list[str]]:
         pieces = self._LINE.split(text)
         return pieces[::2], pieces[1::2]
-
-    def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        name, _, arguments = body.strip().partition(" ")
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise MalformedError(f"after {ACTION} comes a tool's name, and then its arguments")
-        return [json_call({"name": name, "arguments": one_json(arguments.strip())})]

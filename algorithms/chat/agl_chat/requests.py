@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from agl_chat.formats import Message
+from agl_chat.formats import Message, arguments_text
 from agl_core.apis.dialect import json_object, unsupported, wrong
 from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, grammar_of
 from agl_core.types.forms import parse_if_json
@@ -278,14 +278,11 @@ def with_text_arguments(messages: Sequence[Message]) -> Sequence[Message]:
     """Messages for templates that add the arguments of calls to their own text (DeepSeek V3 and R1)."""
 
     def write(call: Message) -> Message:
-        function = call["function"]
-        arguments = function["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return {**call, "function": {**function, "arguments": text}}
+        return {**call, "function": {**call["function"], "arguments": arguments_text(call)}}
 
-    changes = [{"tool_calls": [*map(write, message.get("tool_calls", ()))]} for message in messages]
     return [
-        message | change if change["tool_calls"] else message for message, change in zip(messages, changes, strict=True)
+        {**message, "tool_calls": [*map(write, message["tool_calls"])]} if "tool_calls" in message else message
+        for message in messages
     ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_tokenizers import CHATML
 
-from agl_chat.conversation import Sessions, token_ids, tokenized
+from agl_chat.conversation import ReplyMemory, token_ids, tokenized
 from agl_core.testing import episodes as make
 from agl_core.types import FinishReason, PrefixBreak
 
@@ -219,7 +219,7 @@ def test_sessions_are_apart(chat: ScriptedChat) -> None:
 
 @pytest.mark.parametrize("bound", [{"max_sessions": 2}, {"max_bytes": 3000}])
 def test_sessions_are_bounded(chat: ScriptedChat, bound: dict[str, int]) -> None:
-    sessions = Sessions(chat.served.text, **bound)
+    sessions = ReplyMemory(chat.served.text, **bound)
     messages = [HELLO]
     reply = {"role": "assistant", "content": "42"}
 
@@ -237,7 +237,7 @@ def test_sessions_are_bounded(chat: ScriptedChat, bound: dict[str, int]) -> None
 
 def test_one_session_that_never_ends_forgets_its_oldest_calls(chat: ScriptedChat) -> None:
     """All clients of served policies are one session."""
-    sessions, reply = Sessions(chat.served.text, max_bytes=5000), {"role": "assistant", "content": "42"}
+    sessions, reply = ReplyMemory(chat.served.text, max_bytes=5000), {"role": "assistant", "content": "42"}
     asked = [[{"role": "user", "content": f"{number} + 1?"}] for number in range(9)]
     for messages in asked:
         prompt = sessions.prompt("all", messages)

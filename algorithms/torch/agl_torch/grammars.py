@@ -79,9 +79,7 @@ class Grammars:
 
     def start(self, grammar: str, prompt_ids: Tokens) -> Constraint:
         """A reply to this prompt. Raises ApiError for a grammar that cannot be enforced, with the reason."""
-        tags = self._text.thinking
-        tail = self._text.decode(prompt_ids[-_TAIL:].tolist()) if tags else ""
-        is_thinking = tags is not None and tail.rstrip().endswith(tags.first)
+        is_thinking = self._text.is_thinking(self._text.decode(prompt_ids[-_TAIL:].tolist()))
         return Constraint(self._compiled(grammar, is_thinking).deep_copy(), self._vocabulary)
 
     def advance(self, sampled: Sequence[tuple[Constraint, int]]) -> None:

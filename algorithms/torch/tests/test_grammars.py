@@ -179,7 +179,7 @@ def test_calls_instead_of_a_form_are_held_to_the_tools(qwen: Loaded, template: s
         texts(qwen, sample(qwen, {"response_format": FORMAT, "tools": TOOLS}, n=12)) if template == "hermes" else []
     )
     for text in replies:
-        parsed = ChatText(qwen.tokenizer, qwen.eos_ids).parser("", TOOLS).parse(text)
+        parsed = ChatText(qwen.tokenizer, qwen.eos_ids).parser(TOOLS).parse(text)
         assert not parsed.error
         assert parsed.calls or is_json(text)
 
