@@ -242,11 +242,6 @@ def nested(depth: int) -> Any:
     return value
 
 
-def tool_result(id: str, result: Any, **fields: Any) -> ToolResult:
-    defaults = {"rollout": "", "attempt": 0, "tool": "read", "status": ToolStatus.OK, "result": result}
-    return ToolResult(**{"id": id, **defaults, **fields})
-
-
 def recording_of(*tool_results: ToolResult) -> Recording:
     recording = Recording()
     for tool_result in tool_results:
@@ -295,7 +290,7 @@ async def test_many_tool_results_are_all_recorded_the_large_ones_cut(workplace: 
         active = current_attempt()
         assert active is not None
         for number in range(200):
-            active.recording.tool_result(tool_result(f"o{number}", f"{number} " + "x" * 50_000))
+            active.recording.tool_result(make.tool_result(f"o{number}", result=f"{number} " + "x" * 50_000))
         record_tool_result("small", "read", "as it is", tool_call_id="c1")
         reward(0.5)
         return 9e47
@@ -326,22 +321,23 @@ async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read()
 @pytest.mark.parametrize(
     "hard",
     [
-        tool_result("a", nested(198)),
-        tool_result("a", nested(240), arguments=nested(230)),
-        tool_result("a", "\ud800"),
-        tool_result("a", {"\ud800": ["\ud800"]}),
-        tool_result("a", 1, tool="\ud800", agent="\ud800", error="\ud800"),
-        tool_result("a", 1, error="\x01" * (9 << 20)),
-        tool_result("a", 1, tool="t" * (9 << 20)),
-        tool_result("a", list(range(2_000_000))),
-        tool_result("a", {str(number): nested(12) for number in range(50_000)}),
+        make.tool_result("a", result=nested(198)),
+        make.tool_result("a", result=nested(240), arguments=nested(230)),
+        make.tool_result("a", result="\ud800"),
+        make.tool_result("a", result={"\ud800": ["\ud800"]}),
+        make.tool_result("a", result=1, tool="\ud800", agent="\ud800", error="\ud800"),
+        make.tool_result("a", result=1, error="\x01" * (9 << 20)),
+        make.tool_result("a", result=1, tool="t" * (9 << 20)),
+        make.tool_result("a", result=list(range(2_000_000))),
+        make.tool_result("a", result={str(number): nested(12) for number in range(50_000)}),
     ],
     ids=range(9),
 )
 def test_whatever_an_tool_result_has_in_it_the_others_are_reported_with_it(hard: ToolResult) -> None:
     request = as_the_server_reads(
         closing(
-            Ended(Ending.FINISHED, "done"), recording_of(tool_result("first", 1), hard, tool_result("last", {"b": 2}))
+            Ended(Ending.FINISHED, "done"),
+            recording_of(make.tool_result("first", result=1), hard, make.tool_result("last", result={"b": 2})),
         )
     )
     assert (request.ending, request.result) == (Ending.FINISHED, "done")
@@ -350,7 +346,9 @@ def test_whatever_an_tool_result_has_in_it_the_others_are_reported_with_it(hard:
 
 
 def test_what_has_no_room_at_all_is_left_out_and_counted_as_a_problem() -> None:
-    recording = recording_of(*(tool_result(f"{number} {'n' * 2000}", "x" * 1000) for number in range(9_000)))
+    recording = recording_of(
+        *(make.tool_result(f"{number} {'n' * 2000}", result="x" * 1000) for number in range(9_000))
+    )
     for number in range(9_000):
         recording.reward(RewardReport(name=f"{number} {'n' * 2000}", value=1))
     request = as_the_server_reads(closing(Ended(Ending.FINISHED, 1.0), recording))

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -21,7 +20,6 @@ from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN, logprob_entry
 from agl_core.types import AttemptKey, Ending, Episode
 from agl_core.wire import CloseRequest
-from agl_core.worker.agent import PLACEHOLDER_KEY
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GOOD: dict[str, Any] = {"model": "default", "messages": HELLO}
@@ -37,18 +35,14 @@ OVERFLOW = Fail(400, {"error": {"message": TOO_LONG, "type": "BadRequestError", 
 """vLLM's words for a prompt that is too long."""
 
 
-def key_of_url(stack: Stack, url: str) -> str:
-    """The agent's key of the attempt that a URL names; one that is good for nothing if it names none."""
-    named = re.search(r"/rollout/([^/]+)/attempt/(\d+)/", url)
-    return stack.key(AttemptKey(named[1], int(named[2]))) if named else PLACEHOLDER_KEY
-
-
-async def post(stack: Stack, url: str, content: bytes, **headers: str) -> httpx.Response:
-    """POST these very bytes with the key of the attempt that the URL names."""
+async def post(
+    stack: Stack, key: AttemptKey, body: Any = GOOD, route: str = "chat/completions", **headers: str
+) -> httpx.Response:
+    """POST a body, or these very bytes, with the attempt's key."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {stack.key(key)}", **headers}
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-        return await client.post(
-            url, content=content, headers={"Authorization": f"Bearer {key_of_url(stack, url)}", **headers}
-        )
+        return await client.post(f"{stack.url(key)}/{route}", content=content, headers=headers)
 
 
 def log_of_agl(caplog: pytest.LogCaptureFixture) -> str:
@@ -177,13 +171,6 @@ def chunks_of(stream: str) -> list[dict[str, Any]]:
     *chunks, done = stream.strip().split("\n\n")
     assert done == "data: [DONE]"
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
-
-
-async def post_each(stack: Stack, url: str, bodies: Iterable[Mapping[str, Any]]) -> list[httpx.Response]:
-    """POST one body after the other with the key of the attempt that the URL names."""
-    async with httpx.AsyncClient(trust_env=False) as client:
-        headers = {"Authorization": f"Bearer {key_of_url(stack, url)}"}
-        return [await client.post(url, json=dict(body), headers=headers) for body in bodies]
 
 
 def forwarded(stack: Stack) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,9 +36,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 async def test_bodies_that_are_no_json_object(stack: Stack) -> None:
-    url = f"{stack.url(await stack.lease())}/chat/completions"
+    key = await stack.lease()
     for body in (b"", b"{", b"[]", b"3", b'{"temperature": NaN}', b"\xff"):
-        response = await post(stack, url, body)
+        response = await post(stack, key, body)
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json"), body
 
 
@@ -81,10 +80,10 @@ async def test_unknown_routes_say_what_there_is(stack: Stack) -> None:
         await stack.client(key).files.list()
     with pytest.raises(openai.NotFoundError, match=r"POST /v1/chat/completions, /v1/responses"):
         await stack.client(key).responses.compact(model="default", input="x")
-    response = await post(stack, f"{stack.url()}/models", b"")
+    response = await post(stack, key, route="models")
     assert response.status_code == 405
     assert "does not serve POST" in error_of(response)["message"]
-    response = await post(stack, f"{stack.url(key)}/traces", b"")
+    response = await post(stack, key, route="traces")
     assert (response.status_code, "install it" in error_of(response)["message"]) == (404, True)
 
 
@@ -116,7 +115,7 @@ async def test_upstream_failures_become_clear_errors(stack: Stack) -> None:
     key = await stack.lease()
     for (step, status, says), route in itertools.product(FAILURES, ("chat/completions", "responses")):
         stack.upstream.script(step)
-        response = await post(stack, f"{stack.url(key)}/{route}", json.dumps(SMALLEST[route]).encode())
+        response = await post(stack, key, SMALLEST[route], route)
         assert response.status_code == status, step
         assert says in error_of(response)["message"], step
         assert "Traceback" not in response.text
@@ -126,7 +125,7 @@ async def test_upstream_failures_become_clear_errors(stack: Stack) -> None:
 async def test_an_upstream_that_hangs_is_given_up() -> None:
     async with running_stack(timeout=0.05) as stack:
         stack.upstream.script(Hold())
-        response = await post(stack, f"{stack.url(await stack.lease())}/chat/completions", json.dumps(GOOD).encode())
+        response = await post(stack, await stack.lease())
         assert response.status_code == 504
         assert "did not answer" in error_of(response)["message"]
 
@@ -158,7 +157,7 @@ async def test_an_agent_that_broke_because_the_model_server_was_gone_is_lost(
     key = await stack.lease()
     await stack.client(key).chat.completions.create(**GOOD)
     stack.upstream.script(failure)
-    response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
+    response = await post(stack, key)
     assert (response.status_code, error_of(response)["code"]) == (502, "upstream_gone")
     if came_back:
         await stack.client(key).chat.completions.create(**GOOD)
@@ -175,7 +174,7 @@ async def test_a_store_that_fails_costs_the_reply_and_not_the_policy(
     key = await stack.lease()
     await stack.client(key).chat.completions.create(**GOOD)
     stack.store.failing = True
-    response = await post(stack, f"{stack.url(key)}/chat/completions", json.dumps(GOOD).encode())
+    response = await post(stack, key)
     assert (response.status_code, error_of(response)["code"]) == (503, "store_failed")
     assert int(response.headers["retry-after"]) > 0
     assert "scripted failure" in log_of_agl(caplog)

@@ -15,13 +15,14 @@ import httpx
 import orjson
 import pytest
 
+from agl_core.capture.requests import rollout_path
 from agl_core.server.listening import MAX_HEAD_BYTES, run
 from agl_core.testing.scripts import Hold
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.types import AttemptKey
 from agl_core.wire import MAX_BODY, MAX_VALUES
 
-from .server_aids import key_of_url, open_attempt
+from .server_aids import GOOD, open_attempt
 
 PATIENCE = 120.0
 OFFERED = 96 << 20
@@ -162,15 +163,13 @@ async def test_a_body_that_is_refused_unread_is_not_waited_for_either(monkeypatc
 
 async def test_who_hangs_up_leaves_no_traceback(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
     key = await stack.lease()
-    paths = ["/agl/v1/leases"]
-    paths += [f"/rollout/{key.rollout}/attempt/0/v1/{route}" for route in ("chat/completions", "responses", "messages")]
-    server, tasks = stack.server, asyncio.all_tasks()
+    holders = {"/agl/v1/leases": stack.server.worker_key}
+    holders |= {f"{rollout_path(*key)}/v1/{r}": stack.key(key) for r in ("chat/completions", "responses", "messages")}
+    tasks = asyncio.all_tasks()
     async with asyncio.timeout(PATIENCE):
-        for path in paths:
-            holder = server.worker_key if "agl" in path else None
+        for path, holder in holders.items():
             async with connected(stack) as (_, writer):
-                head = TRICKLE % (path.encode(), (holder or server.keys.of_attempt(key)).encode())
-                writer.write(head)
+                writer.write(TRICKLE % (path.encode(), holder.encode()))
                 await until(lambda: asyncio.all_tasks() > tasks)  # The server reads the request.
             await until(lambda: asyncio.all_tasks() <= tasks)
     assert [record.getMessage() for record in caplog.records] == []
@@ -394,12 +393,9 @@ async def test_numbers_in_headers_may_have_any_length(stack: Stack, http: httpx.
     assert elsewhere.status_code == 400
 
 
-BODY = orjson.dumps({"model": "default", "messages": [{"role": "user", "content": "hello"}]})
-
-
-def request(stack: Stack, path: str, *lines: str) -> bytes:
-    head = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key_of_url(stack, path)}", *lines]
-    return "\r\n".join([*head, f"Content-Length: {len(BODY)}", "", ""]).encode() + BODY
+def request(key: str, path: str, *lines: str) -> bytes:
+    body, head = orjson.dumps(GOOD), [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", *lines]
+    return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
 class Replies:
@@ -422,7 +418,7 @@ def test_a_reply_comes_in_one_piece_from_the_loop_of_production() -> None:
             key = await stack.lease()
             async with connected(stack) as (reader, writer):
                 for _ in range(3):
-                    writer.write(request(stack, f"/rollout/{key.rollout}/attempt/{key.attempt}/v1/chat/completions"))
+                    writer.write(request(stack.key(key), f"{rollout_path(*key)}/v1/chat/completions"))
                     replies = Replies()
                     replies.feed(await reader.read(1 << 20))
                     assert len(replies.statuses) == 1, "its head alone woke the client up"
@@ -432,9 +428,9 @@ def test_a_reply_comes_in_one_piece_from_the_loop_of_production() -> None:
 
 async def test_requests_sent_at_once_are_answered_in_their_order(stack: Stack) -> None:
     key = await stack.lease()
-    path = f"/rollout/{key.rollout}/attempt/{key.attempt}/v1/chat/completions"
+    token, path = stack.key(key), f"{rollout_path(*key)}/v1/chat/completions"
     async with connected(stack) as (reader, writer):
-        writer.write(request(stack, path) + request(stack, "/v1/nothing") + request(stack, path, "Connection: close"))
+        writer.write(request(token, path) + request(token, "/v1/nothing") + request(token, path, "Connection: close"))
         replies = Replies()
         replies.feed(await reader.read())
     assert replies.statuses == [200, 404, 200]

@@ -59,7 +59,7 @@ async def test_what_is_recorded_is_what_would_have_come_whole(stack: Stack, rout
     key = await stack.lease()
     for own in OWN.values():
         stack.upstream.script(*[reply(own, stop_reason="END")] * 2)
-        await post(stack, f"{stack.url(key)}/{route}", json.dumps(REQUESTS[route]).encode())
+        await post(stack, key, REQUESTS[route], route)
         await streamed(stack, key, route)
         whole, added_up = (await stack.calls(key))[-2:]
         assert stack.upstream.received[-1].body["stream"] is True
@@ -162,9 +162,7 @@ async def test_what_fails_before_the_first_event_has_a_status(stack: Stack) -> N
     key = await stack.lease()
     for failure, status in ((Fail(429), 429), (Drop(), 502), (Raw(b"{}"), 502)):
         stack.upstream.script(failure)
-        body = json.dumps({**GOOD, "stream": True}).encode()
-        response = await post(stack, f"{stack.url(key)}/chat/completions", body)
-        assert response.status_code == status
+        assert (await post(stack, key, {**GOOD, "stream": True})).status_code == status
 
 
 async def test_a_stream_that_stops_is_given_up() -> None:
@@ -212,9 +210,8 @@ async def test_a_retry_joins_or_gets_what_is_recorded(stack: Stack) -> None:
     assert len(stack.upstream.received) == 1
     (call,) = await stack.calls(key)
     assert (call.id, call.undelivered) == (reply_id, False)
-    url, body = f"{stack.url(key)}/chat/completions", json.dumps({**GOOD, "stream": True}).encode()
-    first = await post(stack, url, body)
-    again = await post(stack, url, body, **{"x-stainless-retry-count": "1"})
+    first = await post(stack, key, {**GOOD, "stream": True})
+    again = await post(stack, key, {**GOOD, "stream": True}, **{"x-stainless-retry-count": "1"})
     assert len(await stack.calls(key)) == 2
     ids, texts = zip(*(id_and_text(response.text) for response in (first, again)), strict=True)
     assert len(set(ids)) == len(set(texts)) == 1

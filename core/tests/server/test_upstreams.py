@@ -7,10 +7,12 @@ import contextlib
 import datetime
 import ipaddress
 import ssl
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -30,6 +32,8 @@ from agl_core.testing.scripts import Drop, Fail, Hold
 from agl_core.testing.server import Stack, running_stack, until
 from agl_core.testing.upstream import ScriptedUpstream, served
 from agl_core.types import AttemptKey
+
+from .server_aids import GOOD
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Policy: 3\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nx-policy: 3\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
@@ -326,9 +330,6 @@ async def test_an_upstream_over_tls_is_believed_only_with_a_known_certificate(
         endpoint.close()
 
 
-REQUEST: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
-
-
 @contextlib.asynccontextmanager
 async def two_servers() -> AsyncIterator[tuple[Stack, ScriptedUpstream, ScriptedUpstream]]:
     """A Lightning Server in front of two model servers."""
@@ -338,17 +339,8 @@ async def two_servers() -> AsyncIterator[tuple[Stack, ScriptedUpstream, Scripted
             yield stack, first, second
 
 
-class Clock:
-    """A clock that shows the time it was set to."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def client_of(*urls: str, clock: Clock | None = None) -> UpstreamClient:
-    return UpstreamClient(Upstream(urls, {"default": "m"}, "key"), 10, clock or Clock())
+def client_of(*urls: str, clock: Callable[[], float] = time.monotonic) -> UpstreamClient:
+    return UpstreamClient(Upstream(urls, {"default": "m"}, "key"), 10, clock)
 
 
 async def test_a_rollout_leaves_a_server_only_when_it_is_overloaded() -> None:
@@ -357,7 +349,7 @@ async def test_a_rollout_leaves_a_server_only_when_it_is_overloaded() -> None:
         client, key = client_of(first.url, second.url), AttemptKey("mine", 0)
         for server in (first, second):
             server.script(*(Hold(release=release) for _ in range(SLACK + 2)))
-        asking = [asyncio.create_task(client.complete(REQUEST, key)) for _ in range(SLACK + 2)]
+        asking = [asyncio.create_task(client.complete(GOOD, key)) for _ in range(SLACK + 2)]
         await until(lambda: len(first.received) + len(second.received) == SLACK + 2)
         assert {len(first.received), len(second.received)} == {SLACK + 1, 1}
         release.set()
@@ -368,13 +360,13 @@ async def test_a_rollout_leaves_a_server_only_when_it_is_overloaded() -> None:
 async def test_a_model_server_hears_that_a_rollout_was_with_another_one_before() -> None:
     async with two_servers() as (_, first, second):
         client, key = client_of(first.url, second.url), AttemptKey("mine", 0)
-        await client.complete(REQUEST, key)
+        await client.complete(GOOD, key)
         home, other = (first, second) if first.received else (second, first)
-        await client.complete(REQUEST, key)
+        await client.complete(GOOD, key)
         home.script(Drop())
-        await client.complete(REQUEST, key)
-        await client.complete(REQUEST, key)
-        await client.complete(REQUEST, AttemptKey("another", 0))
+        await client.complete(GOOD, key)
+        await client.complete(GOOD, key)
+        await client.complete(GOOD, AttemptKey("another", 0))
         assert not any(HEADER_MOVED in received.headers for received in home.received)
         mine = [received for received in other.received if received.headers[HEADER_ROLLOUT] == "mine/0"]
         assert [HEADER_MOVED in received.headers for received in mine] == [True, True]
@@ -383,13 +375,13 @@ async def test_a_model_server_hears_that_a_rollout_was_with_another_one_before()
 
 
 async def test_a_server_that_is_away_is_left_alone_for_a_while() -> None:
-    clock = Clock()
+    clock = Mock(return_value=0.0)
     async with ScriptedUpstream() as there:
         client = client_of("http://127.0.0.1:9/v1", there.url, clock=clock)
         for number in range(20):
-            await client.complete(REQUEST, AttemptKey(str(number), 0))
+            await client.complete(GOOD, AttemptKey(str(number), 0))
         assert {client.server_of(str(number)) for number in range(40)} == {there.url}
-        clock.now = REST
+        clock.return_value = REST
         assert len({client.server_of(str(number)) for number in range(40, 80)}) == 2
         client.close()
 
@@ -400,7 +392,7 @@ async def test_when_a_server_dies_its_rollouts_go_on_at_the_other() -> None:
         clients = [stack.client(key) for key in keys]
 
         async def everyone_asks() -> None:
-            await asyncio.gather(*(client.chat.completions.create(**REQUEST) for client in clients))
+            await asyncio.gather(*(client.chat.completions.create(**GOOD) for client in clients))
 
         release = asyncio.Event()
         for server in (dying, staying):
@@ -426,7 +418,7 @@ async def test_a_reply_that_breaks_off_is_sampled_at_the_other_server(failure: A
     async with two_servers() as (_, first, second):
         first.script(failure)
         client = client_of(first.url, second.url)
-        await asyncio.gather(*(client.complete(REQUEST, AttemptKey(str(number), 0)) for number in range(2)))
+        await asyncio.gather(*(client.complete(GOOD, AttemptKey(str(number), 0)) for number in range(2)))
         assert (len(first.received), len(second.received)) == (1, 2)
         client.close()
 
@@ -438,5 +430,5 @@ async def test_what_a_server_refuses_is_asked_of_no_other() -> None:
         key = await stack.lease()
         for refused in (openai.BadRequestError, openai.InternalServerError):
             with pytest.raises(refused):
-                await stack.client(key).chat.completions.create(**REQUEST)
+                await stack.client(key).chat.completions.create(**GOOD)
         assert {len(first.received), len(second.received)} == {0, 2}

@@ -17,12 +17,12 @@ from obedient import obey
 from running_servers import stack_in_thread
 
 from agl_core.capture.requests import HEADER_POLICY
-from agl_core.testing.scripts import Raw, Say
+from agl_core.testing.scripts import Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import AttemptKey
 
-from ..server_aids import HELLO, call, chunks_of, closed, post, post_each, reply
+from ..server_aids import GOOD, HELLO, OWN, SMALLEST, call, chunks_of, closed, post, reply
 
 
 def as_ids(text: str) -> list[int]:
@@ -44,16 +44,12 @@ async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
     assert streamed == content
 
 
-@pytest.mark.parametrize("api", ["chat.completions", "completions"])
-async def test_a_stream_is_in_pieces_and_has_the_usage_that_is_asked_for(stack: Stack, api: str) -> None:
-    url = f"{stack.url(await stack.lease())}/{api.replace('.', '/')}"
-    request = (
-        {"model": "default", "messages": HELLO} if api == "chat.completions" else {"model": "default", "prompt": "x"}
-    )
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+async def test_a_stream_is_in_pieces_and_has_the_usage_that_is_asked_for(stack: Stack, route: str) -> None:
+    key = await stack.lease()
     stack.upstream.script(*[Say("a long text, " * 20)] * 2)
-    options: list[dict[str, bool]] = [{}, {"include_usage": True}]
-    streams = await post_each(stack, url, [{**request, "stream": True, "stream_options": option} for option in options])
-    silent, at_the_end = (chunks_of(stream.text) for stream in streams)
+    requests = [{**SMALLEST[route], "stream": True, "stream_options": o} for o in ({}, {"include_usage": True})]
+    silent, at_the_end = [chunks_of((await post(stack, key, request, route)).text) for request in requests]
     assert len(silent) > 4
     assert not any("usage" in chunk for chunk in silent)
     *chunks, last = [chunk["usage"] for chunk in at_the_end]
@@ -62,10 +58,10 @@ async def test_a_stream_is_in_pieces_and_has_the_usage_that_is_asked_for(stack: 
 
 
 async def test_completions_have_logprobs_in_the_older_shape(stack: Stack) -> None:
-    request = {"model": "default", "prompt": "hello", "logprobs": 2, "n": 2}
+    key, request = await stack.lease(), {**SMALLEST["completions"], "logprobs": 2}
     stack.upstream.script(*[Say("ab" * 100)] * 2)
-    url = f"{stack.url(await stack.lease())}/completions"
-    whole, streamed = await post_each(stack, url, [request, {**request, "n": 1, "stream": True}])
+    whole = await post(stack, key, {**request, "n": 2}, "completions")
+    streamed = await post(stack, key, {**request, "stream": True}, "completions")
     first, second = whole.json()["choices"]
     assert (first["text"], second["text"]) == ("ab" * 100, "ab" * 100 + " (1)")
     assert first["logprobs"]["token_logprobs"] == [logprob(token) for token in as_ids("ab" * 100)]
@@ -79,16 +75,14 @@ async def test_completions_have_logprobs_in_the_older_shape(stack: Stack) -> Non
 async def test_several_choices_are_all_recorded(stack: Stack) -> None:
     key = await stack.lease()
     stack.upstream.script(*[Say("x")] * 2)
-    reply = await stack.client(key).chat.completions.create(model="default", messages=HELLO, n=3)
+    reply = await stack.client(key).chat.completions.create(**GOOD, n=3)
     assert [choice.message.content for choice in reply.choices] == ["x", "x (1)", "x (2)"]
     (call,) = await stack.calls(key)
     assert [c.response_ids.tolist() for c in call.choices if c.response_ids is not None] == [
         as_ids(text) for text in ("x", "x (1)", "x (2)")
     ]
     texts = ["", "", ""]
-    async for chunk in await stack.client(key).chat.completions.create(
-        model="default", messages=HELLO, n=3, stream=True
-    ):
+    async for chunk in await stack.client(key).chat.completions.create(**GOOD, n=3, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == ["x", "x (1)", "x (2)"]
 
@@ -98,7 +92,7 @@ async def test_the_version_is_the_engines_the_headers_or_the_trainers(stack: Sta
     client = stack.client(key)
 
     async def ask() -> int | None:
-        await client.chat.completions.create(model="default", messages=HELLO)
+        await client.chat.completions.create(**GOOD)
         return (await stack.calls(key))[-1].version
 
     assert await ask() is None
@@ -121,7 +115,7 @@ async def test_what_the_engine_tells_is_recorded(stack: Stack) -> None:
         "choices": [{"mask": [True, False, True], "parse_error": "no closing brace"}],
     }
     stack.upstream.more = {"agl": engine_fields}
-    await stack.client(key).chat.completions.create(model="default", messages=HELLO)
+    await stack.client(key).chat.completions.create(**GOOD)
     (call,) = await stack.calls(key)
     assert (call.prefilled, call.reused, call.prefix_broken) == (10, 20, "edited")
     assert call.choices[0].mask.tolist() == [True, False, True]
@@ -131,21 +125,14 @@ async def test_what_the_engine_tells_is_recorded(stack: Stack) -> None:
 async def test_an_upstream_that_returns_no_ids_is_not_asked_for_them() -> None:
     async with running_stack(upstream_fields=lambda _: {"returns_ids": False}) as stack:
         key = await stack.lease()
-        await stack.client(key).chat.completions.create(model="default", messages=HELLO)
+        await stack.client(key).chat.completions.create(**GOOD)
         assert not {"return_token_ids", "logprobs"} & set(stack.upstream.received[0].body)
 
 
 async def test_log_probabilities_that_do_not_fit_the_ids_are_not_recorded(stack: Stack) -> None:
     key = await stack.lease()
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": "ab"},
-        "finish_reason": "stop",
-        "token_ids": [1, 2],
-        "logprobs": {"content": [{"token": "a", "logprob": -1.0}]},
-    }
-    stack.upstream.script(Raw(json.dumps({"choices": [choice], "prompt_token_ids": [1]}).encode()))
-    await stack.client(key).chat.completions.create(model="default", messages=HELLO)
+    stack.upstream.script(reply(OWN["text"], logprobs={"content": [{"token": "a", "logprob": -1.0}]}))
+    await stack.client(key).chat.completions.create(**GOOD)
     (call,) = await stack.calls(key)
     assert call.choices[0].response_ids is not None
     assert call.choices[0].logprobs is None
@@ -169,32 +156,23 @@ async def test_the_reply_waits_for_the_commit(stack: Stack) -> None:
 
 
 async def whole(stack: Stack, key: AttemptKey) -> None:
-    await stack.client(key).chat.completions.create(model="default", messages=HELLO)
+    await stack.client(key).chat.completions.create(**GOOD)
 
 
 async def last_event(stack: Stack, key: AttemptKey) -> None:
-    async for chunk in await stack.client(key).chat.completions.create(model="default", messages=HELLO, stream=True):
+    async for chunk in await stack.client(key).chat.completions.create(**GOOD, stream=True):
         if chunk.choices[0].finish_reason is not None:
             return
 
 
-@pytest.mark.parametrize("api", ["chat.completions", "completions"])
-async def test_token_ids_and_the_prompts_logprobs_are_returned_where_they_are_asked_for(stack: Stack, api: str) -> None:
-    key = await stack.lease()
-    chat = api == "chat.completions"
-    request: dict[str, Any] = {"model": "default", "n": 2, **({"messages": HELLO} if chat else {"prompt": "hello"})}
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+async def test_token_ids_and_the_prompts_logprobs_are_returned_if_they_are_asked_for(stack: Stack, route: str) -> None:
+    key, chat = await stack.lease(), route == "chat/completions"
     stack.upstream.more = {"prompt_logprobs": [None, {"7": {"logprob": -0.5}}]}
-    url = f"{stack.url(key)}/{api.replace('.', '/')}"
-    more = {"return_token_ids": True, "prompt_logprobs": 1}
-    whole, streamed, stream_of_prompt = await post_each(
-        stack,
-        url,
-        [
-            {**request, **more},
-            {**request, "return_token_ids": True, "stream": True},
-            {**request, **more, "stream": True},
-        ],
-    )
+    request = {**SMALLEST[route], "n": 2, "return_token_ids": True}
+    whole = await post(stack, key, {**request, "prompt_logprobs": 1}, route)
+    streamed = await post(stack, key, {**request, "stream": True}, route)
+    stream_of_prompt = await post(stack, key, {**request, "prompt_logprobs": 1, "stream": True}, route)
     first, second = await stack.calls(key)
     body = whole.json()
     for choice, recorded in zip(body["choices"], first.choices, strict=True):
@@ -203,7 +181,7 @@ async def test_token_ids_and_the_prompts_logprobs_are_returned_where_they_are_as
         assert of_prompt["prompt_token_ids"] == first.prompt_ids.tolist()
         assert of_prompt["prompt_logprobs"] == stack.upstream.more["prompt_logprobs"]
     assert stack.upstream.received[0].body["prompt_logprobs"] == 1
-    chunks = [json.loads(line.removeprefix("data: ")) for line in streamed.text.strip().split("\n\n")[:-1]]
+    chunks = chunks_of(streamed.text)
     for index, recorded in enumerate(second.choices):
         of_choice = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         assert [token for part in of_choice for token in part.get("token_ids", ())] == recorded.response_ids.tolist()
@@ -217,7 +195,7 @@ async def test_calls_of_one_reply_can_be_told_apart(stack: Stack) -> None:
     client = stack.client(key)
     calls = [call("call_0", "add", '{"a": 1}'), call("call_0", "add", '{"a": 2}')]
     stack.upstream.script(reply({"role": "assistant", "content": None, "tool_calls": calls}))
-    message = (await client.chat.completions.create(model="default", messages=HELLO)).choices[0].message
+    message = (await client.chat.completions.create(**GOOD)).choices[0].message
     first, second = (tool_call.id for tool_call in message.tool_calls or ())
     assert first != second
     results: Any = [{"role": "tool", "tool_call_id": id, "content": text} for id, text in ((second, "2"), (first, "1"))]
@@ -233,18 +211,11 @@ async def test_calls_of_one_reply_can_be_told_apart(stack: Stack) -> None:
 async def test_half_a_surrogate_pair_is_no_reason_to_refuse_an_episode(stack: Stack) -> None:
     """A tool that cuts a text in the middle of an emoji writes one, and every later request repeats it."""
     key = await stack.lease()
-    cut = "a\ud83c"
-    for path, body in (
-        ("chat/completions", {"messages": [{"role": "user", "content": cut}]}),
-        ("completions", {"prompt": cut}),
-        ("responses", {"input": cut}),
-        ("messages", {"max_tokens": 9, "messages": [{"role": "user", "content": cut}]}),
-    ):
-        response = await post(stack, f"{stack.url(key)}/{path}", json.dumps({"model": "default", **body}).encode())
-        assert response.status_code == 200, path
+    for route, body in SMALLEST.items():
+        content = json.dumps(body).replace("hello", "a\\ud83c").encode()
+        assert (await post(stack, key, content, route)).status_code == 200, route
     assert [recorded.request["messages"][0]["content"] for recorded in await stack.calls(key)] == ["a\ufffd"] * 4
-    whole = json.dumps({"model": "default", "messages": [{"role": "user", "content": "🌍 \\ud83c " + cut}]})
-    await post(stack, f"{stack.url(key)}/chat/completions", whole.encode())
+    await post(stack, key, {**GOOD, "messages": [{"role": "user", "content": "🌍 \\ud83c a\ud83c"}]})
     assert (await stack.calls(key))[-1].request["messages"][0]["content"] == "🌍 \\ud83c a\ufffd"
 
 

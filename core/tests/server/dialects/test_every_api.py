@@ -19,7 +19,7 @@ from agl_core.testing.server import Stack
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import FinishReason, Mode
 
-from ..server_aids import HELLO, OWN, chunks_of, events_of, extras, post_each, reply
+from ..server_aids import HELLO, OWN, chunks_of, events_of, extras, post, reply
 
 BRIEF = {"role": "system", "content": "Be brief."}
 GATEWAYS = {"model", "messages", "temperature", "top_p", "seed", "return_token_ids", "logprobs"}
@@ -150,11 +150,9 @@ every_api = pytest.mark.parametrize("name", APIS)
 async def ask(stack: Stack, key: Any, name: str, *changes: dict[str, Any]) -> list[Any]:
     """Send the API's request with each of these changes."""
     bodies = [{"model": "default", **APIS[name].request, **change} for change in changes]
-    responses = await post_each(stack, f"{stack.url(key)}/{name.replace('.', '/')}", bodies)
-    assert [response.status_code for response in responses] == [200] * len(bodies), [
-        response.text for response in responses
-    ]
-    return responses
+    replies = [await post(stack, key, body, name.replace(".", "/")) for body in bodies]
+    assert [reply.status_code for reply in replies] == [200] * len(bodies), [reply.text for reply in replies]
+    return replies
 
 
 @every_api

@@ -19,13 +19,12 @@ from agl_core.testing.scripts import CallTools, Fail, Say
 from agl_core.testing.server import Stack, running_stack
 from agl_core.types import DropReason, Mode
 
-from ..server_aids import HELLO, SMALLEST, client_of, closed, post_each, reply
+from ..server_aids import GOOD, HELLO, SMALLEST, client_of, closed, post, reply
 
 HOSTED: Any = {"type": "file_search", "vector_store_ids": ["v"]}
 SHELL: dict[str, Any] = {"name": "shell", "description": "Runs a command."}
 GRAMMAR = {"definition": "start: /.+/", "syntax": "lark"}
 REQUEST: dict[str, Any] = {"model": "default", "input": "hello"}
-CHAT: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
 CALLED = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": "ls -l"}}
 FOUND_TOOL = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference", "tool_name": "add"}]}
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
@@ -102,8 +101,8 @@ async def test_what_a_program_asks_for_itself_is_housekeeping(stack: Stack, rout
     key = await stack.lease()
     own = {"messages": [{"role": "system", "content": f"Do not say: {OPENCODE}"}, *HELLO]}
     stack.upstream.script(Say("3"), Say("A title"))
-    await post_each(stack, f"{stack.url(key)}/chat/completions", [{**SMALLEST["chat/completions"], **own}])
-    await post_each(stack, f"{stack.url(key)}/{route}", [{**SMALLEST[route], **change}])
+    await post(stack, key, {**GOOD, **own})
+    await post(stack, key, {**SMALLEST[route], **change}, route)
     episode = await closed(stack, key)
     main, housekeeping = episode.transitions
     assert (main.agent, housekeeping.agent) == (None, "housekeeping")
@@ -118,7 +117,7 @@ async def test_custom_tools_of_chat_completions(stack: Stack, stream: bool) -> N
     client = stack.client(key)
     tools: Any = [{"type": "custom", "custom": SHELL}]
     stack.upstream.script(USES_CUSTOM)
-    request: Any = {**CHAT, "tools": tools, "stream": stream}
+    request: Any = {**GOOD, "tools": tools, "stream": stream}
     if stream:
         chunks = [chunk async for chunk in await client.chat.completions.create(**request)]
         deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
@@ -128,7 +127,7 @@ async def test_custom_tools_of_chat_completions(stack: Stack, stream: bool) -> N
         calls: Any = (await client.chat.completions.create(**request)).choices[0].message.tool_calls
         assert (calls[0].type, calls[0].custom.name, calls[0].custom.input) == ("custom", "shell", "ls -l")
     answer = {"role": "tool", "tool_call_id": "call_1", "content": "total 0"}
-    again: Any = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [CALLED]}, answer]
+    again: Any = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALLED]}, answer]
     await client.chat.completions.create(model="default", messages=again, tools=tools)
     assert stack.upstream.received[0].body["tools"] == tools
     episode = await closed(stack, key)
@@ -212,15 +211,12 @@ async def test_what_tunes_openais_service_is_ignored_and_noted(stack: Stack) -> 
 async def test_no_field_of_a_client_reaches_a_model_server_that_does_not_know_it(stack: Stack) -> None:
     """Each field of the clients' own types is translated, refused by name, ignored, or one of chat completions."""
     known = {*get_type_hints(CompletionCreateParamsBase), "stream", "top_k", "return_token_ids"}
-    url = stack.url(await stack.lease())
-    for route, request, params in (
-        ("messages", {**CHAT, "max_tokens": 9}, MessageCreateParamsBase),
-        ("responses", REQUEST, ResponseCreateParamsBase),
-    ):
-        for name in get_type_hints(params).keys() - request.keys() - {"betas"}:
+    key = await stack.lease()
+    for route, params in (("messages", MessageCreateParamsBase), ("responses", ResponseCreateParamsBase)):
+        for name in get_type_hints(params).keys() - SMALLEST[route].keys() - {"betas"}:
             for value in ("x", {"type": "x"}, [{"type": "x"}], 1):
                 stack.upstream.received.clear()
-                (response,) = await post_each(stack, f"{url}/{route}", [{**request, name: value}])
+                response = await post(stack, key, {**SMALLEST[route], name: value}, route)
                 if stack.upstream.received:
                     assert stack.upstream.received[0].body.keys() <= known, name
                 else:
@@ -241,7 +237,7 @@ async def test_tools_that_anthropic_defines_and_the_agent_runs(stack: Stack, kin
     arguments = {"command": "view", "path": "/memories"}
     stack.upstream.script(CallTools([(name, arguments)]))
     client = client_of(stack, key)
-    message = await client.beta.messages.create(model="m", max_tokens=90, messages=CHAT["messages"], tools=tools)
+    message = await client.beta.messages.create(model="m", max_tokens=90, messages=HELLO, tools=tools)
     (block,) = message.content
     assert (block.type, block.name, block.input) == ("tool_use", name, arguments)
     (tool,) = stack.upstream.received[0].body["tools"]
@@ -253,7 +249,7 @@ async def test_tools_that_anthropic_defines_and_the_agent_runs(stack: Stack, kin
 async def test_the_memory_tools_commands_are_the_clients_own(stack: Stack) -> None:
     client = client_of(stack, await stack.lease())
     tools: Any = [{"type": "memory_20250818", "name": "memory"}]
-    await client.beta.messages.create(model="m", max_tokens=90, messages=CHAT["messages"], tools=tools)
+    await client.beta.messages.create(model="m", max_tokens=90, messages=HELLO, tools=tools)
     schema = stack.upstream.received[0].body["tools"][0]["function"]["parameters"]
     commands = get_args(get_args(BetaMemoryTool20250818Command)[0])
     assert {*schema["properties"]} == {name for command in commands for name in command.model_fields}
@@ -293,16 +289,16 @@ async def test_documents_images_and_results_of_searches_are_passed_on(stack: Sta
 
 
 async def test_a_model_need_not_be_named_where_there_is_one(stack: Stack) -> None:
-    url = stack.url(await stack.lease())
+    key = await stack.lease()
     bodies = {route: {n: v for n, v in body.items() if n != "model"} for route, body in SMALLEST.items()}
     for route, body in bodies.items():
-        (response,) = await post_each(stack, f"{url}/{route}", [body])
+        response = await post(stack, key, body, route)
         assert (response.status_code, response.json()["model"]) == (200, "default"), route
     two = {"models": {"one": "a", "two": "b"}}
     async with running_stack(upstream_fields=lambda _: two) as several:
-        url = several.url(await several.lease())
+        key = await several.lease()
         for route, body in bodies.items():
-            (response,) = await post_each(several, f"{url}/{route}", [body])
+            response = await post(several, key, body, route)
             assert (response.status_code, "'model' is missing" in response.text) == (400, True), route
 
 
@@ -400,10 +396,9 @@ EVERYWHERE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("route", SMALLEST)
 async def test_what_cannot_be_read_or_served_is_refused(stack: Stack, route: str) -> None:
-    changes = [*REFUSED[route], *EVERYWHERE]
-    url = f"{stack.url(await stack.lease())}/{route}"
-    responses = await post_each(stack, url, ({**SMALLEST[route], **change} for change in changes))
-    for change, response in zip(changes, responses, strict=True):
+    key = await stack.lease()
+    for change in [*REFUSED[route], *EVERYWHERE]:
+        response = await post(stack, key, {**SMALLEST[route], **change}, route)
         body = response.json()
         error = body["error"]
         assert (response.status_code, error["type"]) == (400, "invalid_request_error"), change
