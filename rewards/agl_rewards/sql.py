@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import sqlite3
+import zlib
 from collections import Counter
 from collections.abc import Sequence, Set
 from contextlib import closing
@@ -28,7 +29,16 @@ _READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE
 _MAX_ROWS = 100_000
 """Rows of one query: answers have far fewer."""
 _PARTS = 3
-"""Each row of a table is in one of so many parts, by its row id; guesses are tried without each part."""
+"""Each row of a table is in one of so many parts; guesses are tried without each part, and without all of them."""
+_MAX_COPIED = 100_000_000
+"""Bytes of a file that is copied into memory to hide rows; in larger ones views hide them, which have no `rowid`."""
+_QUOTED = """printf('"%w"', name)"""
+_TABLES = f"""
+    SELECT {_QUOTED}, (SELECT group_concat({_QUOTED}) FROM pragma_table_info(list.name) WHERE pk AND wr)
+    FROM pragma_table_list AS list
+    WHERE schema = 'main' AND type IN ('table', 'virtual') AND name NOT LIKE 'sqlite_%'
+"""
+"""Tables, and the columns of their keys if they have no row ids."""
 _MAX_BYTES = 10_000_000
 """Bytes of all rows of one query in JSON. The sandbox bounds the memory that they take before."""
 
@@ -53,10 +63,10 @@ async def sql_match(
     A query of the agent that fails, writes, or exceeds a limit is wrong. Each has its own process, so the time
     limit holds for everything that SQLite does, even within a single call of a function. Rows are compared as a
     multiset, or in order if the expected query orders them; columns by place, not name; numbers to nine digits.
-    A query without a table is a guess if the expected one has one. So is one that is wrong wherever a third of every
-    table's rows is hidden and the expected rows change with that: `SELECT 3 FROM t LIMIT 1` does not count. If the
-    expected result is empty, or nothing but zeros and NULL, the query has to name all tables and columns that the
-    expected one does.
+    A query is a guess unless it is right at least once when a third of every table's rows, or all of them, are hidden
+    and the expected rows change with that: `SELECT 3 FROM t LIMIT 1` does not count. Expected rows that never change
+    need a column that both queries name; those that are empty, or nothing but zeros and NULL, need all tables and
+    columns of the expected query.
     Relative paths, also in the metadata, start at the configuration's folder.
     """
     expected = expected_answer(episode, field)
@@ -80,32 +90,31 @@ async def sql_match(
         rows, read = await run_query(file, episode.result, timeout)
     except sqlite3.Error:
         return 0.0
-    is_same = same_rows(rows, wanted, ordered=_is_ordered(expected))
-    is_right = is_same and _is_no_guess(read, needed, wanted)
-    return float(is_right and await _follows_rows(file, episode.result, expected, wanted, timeout))
+    if not same_rows(rows, wanted, ordered=_is_ordered(expected)):
+        return 0.0
+    follows = await _follows_rows(file, episode.result, expected, wanted, timeout)
+    return float(follows is not False and _is_no_guess(read, needed, wanted, is_shown=follows is True))
 
 
-async def _follows_rows(file: Path, query: str, expected: str, wanted: Sequence[Row], timeout: float) -> bool:
-    """True if the query is right for once where the expected rows change with hidden ones, or if they never do."""
-    is_changed, ordered = False, _is_ordered(expected)
-    for hidden in range(_PARTS):
-        try:
-            changed, _ = await run_query(file, expected, timeout, hidden)
-            if same_rows(changed, wanted, ordered=ordered):
-                continue
-        except sqlite3.Error:  # The file does not fit into the memory of a sandbox.
-            continue
-        is_changed = True
+async def _follows_rows(file: Path, query: str, expected: str, wanted: Sequence[Row], timeout: float) -> bool | None:
+    """Whether the query is right for once where the expected rows change with hidden ones; None if they never do."""
+    follows, ordered = None, _is_ordered(expected)
+    for hidden in range(_PARTS + 1):
         with contextlib.suppress(sqlite3.Error):
+            changed, _ = await run_query(file, expected, timeout, hidden)
+            # No rows of empty tables are no evidence: most queries have none there.
+            if same_rows(changed, wanted, ordered=ordered) or (hidden == _PARTS and not changed):
+                continue
+            follows = False
             if same_rows((await run_query(file, query, timeout, hidden))[0], changed, ordered=ordered):
                 return True
-    return not is_changed
+    return follows
 
 
 async def run_query(database: Path, query: str, timeout: float, hidden: int | None = None) -> tuple[list[Row], Columns]:
     """The rows of one query on an SQLite file that is not changed, and the columns that it names.
 
-    `hidden` is the part of every table's rows, of three, that the query does not see.
+    `hidden` is the part of every table's rows, of three, that the query does not see; 3 is all of them.
 
     The query runs in a sandbox (`agl_core.sandbox`), since SQLite checks an interrupt only between two instructions,
     and one call of `instr` or LIKE is one instruction that can take minutes. sqlite3.Error if it is not a single query
@@ -137,16 +146,17 @@ def _located(database: Path) -> tuple[str, list[Path]]:
     return f"{database.absolute().as_uri()}?{mode}", [database.absolute(), *beside]
 
 
-def _is_no_guess(read: Columns, needed: Columns, wanted: Sequence[Row]) -> bool:
+def _is_no_guess(read: Columns, needed: Columns, wanted: Sequence[Row], *, is_shown: bool) -> bool:
     """True if rows that are right can be no accident of a query that has not looked for them.
 
-    Only constants are read from no table. No rows, and rows of nothing but zeros and NULL, come of many wrong queries
+    Constants come of no column. No rows, and rows of nothing but zeros and NULL, come of many wrong queries
     (`SELECT 1 WHERE 0`): there the query has to name each table and column that the expected one does.
+    `is_shown`: the rows follow those of the tables.
     """
+    columns = {column for column in needed if column[1]}
     if any(value not in (None, 0, "") for row in wanted for value in row):
-        return bool(read) or not needed
-    has_tables = {table for table, _ in needed} <= {table for table, _ in read}
-    return has_tables and {column for column in needed if column[1]} <= read
+        return is_shown or not needed or bool(columns & read)
+    return {table for table, _ in needed} <= {table for table, _ in read} and columns <= read
 
 
 def same_rows(rows: Sequence[Row], wanted: Sequence[Row], *, ordered: bool) -> bool:
@@ -205,15 +215,24 @@ def _read(uri: str, query: str, max_rows: int, hidden: int | None) -> list[Any]:
 
 
 def _without(connection: sqlite3.Connection, part: int) -> sqlite3.Connection:
-    """A copy in memory without this part of each table's rows; tables that have no row ids stay as they are."""
-    copy = sqlite3.connect(":memory:")
-    copy.text_factory = connection.text_factory
-    connection.backup(copy)
-    names = copy.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'").fetchall()
-    for quoted in ('"' + name.replace('"', '""') + '"' for (name,) in names):
-        with contextlib.suppress(sqlite3.Error):
-            copy.execute(f"DELETE FROM {quoted} WHERE rowid % {_PARTS} = {part}")
-    return copy
+    """A copy in memory without this part of each table's rows; in a large file views hide them."""
+    pages = "SELECT page_count * page_size FROM pragma_page_count, pragma_page_size"
+    is_copied = connection.execute(pages).fetchone()[0] <= _MAX_COPIED
+    if is_copied:
+        original, connection = connection, sqlite3.connect(":memory:")
+        connection.text_factory = original.text_factory
+        original.backup(connection)
+        for (trigger,) in connection.execute(f"SELECT {_QUOTED} FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            connection.execute(f"DROP TRIGGER {trigger}")
+    connection.create_function("part", -1, lambda *key: zlib.crc32(repr(key).encode()) % _PARTS, deterministic=True)
+    for table, key in connection.execute(_TABLES).fetchall():
+        part_of = f"abs(rowid) % {_PARTS}" if key is None else f"part({key})"
+        if is_copied:
+            connection.execute(f"DELETE FROM {table} WHERE {part} IN ({part_of}, {_PARTS})")
+        else:
+            seen = f"SELECT * FROM main.{table} WHERE {part} NOT IN ({part_of}, {_PARTS})"
+            connection.execute(f"CREATE TEMP VIEW {table} AS {seen}")
+    return connection
 
 
 def _in_json(value: Any) -> Any:

@@ -154,7 +154,7 @@ _MINI_SWE_AGENT = {"returncode", "output", "output_head", "output_tail", "elided
 def _exit_code(seen: Seen) -> int | None:
     """The exit status of a command, in the whole frame that a program has around it: a file may hold the words."""
     code = seen.fields.get("returncode")
-    if type(code) is int and len(seen.fields) > 1 and seen.fields.keys() <= _MINI_SWE_AGENT:
+    if type(code) is int and seen.fields.keys() <= _MINI_SWE_AGENT:
         return code
     head, _, tail = seen.text.rpartition("\nExit Code: ")
     is_framed = head.startswith("Command: ") and "\nDirectory: " in head and "\nOutput: " in head

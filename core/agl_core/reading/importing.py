@@ -148,8 +148,10 @@ def _rollouts_in(file: Path, run: str) -> Iterator[tuple[int, Any, RecordedRollo
 def _rollouts_of(number: int, row: Any, run: str, members: Counter[tuple[str, str]]) -> list[RecordedRollout]:
     """The rollouts of a row: two of a pair. `members` counts each task's so far. ValueError says what is wrong."""
     data = json.loads(row) if isinstance(row, str) else row
+    if isinstance(data, list):
+        data = {"messages": data}
     if not isinstance(data, dict):
-        raise ValueError("must be a JSON object")
+        raise ValueError("must be a JSON object, or a list of messages")
     if "transitions" in data:
         return [_of_episode(from_json(Episode, data), run)]
     conversations = conversations_of(data)

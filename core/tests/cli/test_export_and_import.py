@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import bz2
 import gzip
 import json
+import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -241,6 +243,10 @@ CONVERSATION = {
 }
 
 
+ASKED = {"role": "user", "content": "2 + 3?"}
+SAID, OTHER = ({"role": "assistant", "content": content} for content in "56")
+
+
 def write(run: Any, *rows: Any) -> str:
     (run.folder / "chats.jsonl").write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in rows))
     return "chats.jsonl"
@@ -281,10 +287,21 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
     ("line", "what"),
     [
         ("{", "Expecting property name"),
-        ([1], "must be a JSON object"),
+        (1, "must be a JSON object, or a list of messages"),
+        ([1], "messages: must be a list of messages"),
+        (ASKED, "that of one message"),
+        ({"messages": [ASKED, SAID], "label": "spam"}, "'label' is 'spam', which does not say whether"),
+        ({"messages": [ASKED, SAID], "rejected_response": "6"}, "ms-swift's form of preferences"),
+        ({"messages": [ASKED, SAID], "functions": []}, "OpenAI's old form of `tools`"),
+        ({"messages": [ASKED, {**SAID, "function_call": {}}]}, "OpenAI's old form of `tool_calls`"),
+        ({"input": {"messages": [ASKED]}, "preferred_output": [SAID]}, "OpenAI's form of preferences"),
+        ({"contents": [{"role": "user", "parts": []}]}, "Gemini's form"),
+        ({"instruction": "Add.", "response": "5"}, "Dolly's form"),
+        ({"prompt": "2 + 3?", "chosen": "5", "rejected": ""}, "'rejected' is an empty text"),
         ({"rollout": "r", "turn": 1}, "its keys (rollout, turn) are none that are read: messages"),
         ({"text": "2 + 3 = 5"}, "'text' is a text without roles"),
         ({"question": "2 + 3?", "answer": "5"}, "a task and no conversation; train on it with [tasks.train]"),
+        ({"question": "2 + 3?"}, "needs the key `input` or the name of another, for instance columns = {"),
         ({"prompt": "2 + 3?", "chosen": "5"}, "no `rejected` beside `chosen`"),
         ({"messages": []}, "no assistant message"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no assistant message that follows"),
@@ -307,8 +324,6 @@ def test_a_bad_line_is_named_and_nothing_is_imported(run: Any, line: Any, what: 
     assert runs(run) == {"calc"}
 
 
-ASKED = {"role": "user", "content": "2 + 3?"}
-SAID, OTHER = ({"role": "assistant", "content": content} for content in "56")
 CALLED = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 3}}'}
 SHARED = [ASKED, {"role": "assistant", "content": "Which?"}, {"role": "user", "content": "That."}]
 TOLD = [
@@ -317,6 +332,9 @@ TOLD = [
     {"from": "observation", "value": "5"},
     {"from": "gpt", "value": "5"},
 ]
+
+
+HH = "\n\nHuman: 2 + 3?\n\nAssistant: Which?\n\nHuman: That.\n\nAssistant: {}"
 
 
 def read(file: Path) -> list[RecordedRollout]:
@@ -343,10 +361,24 @@ def read(file: Path) -> list[RecordedRollout]:
         ({"prompt": "2 + 3?", "completion": "5"}, ["5"], [None]),
         ({"prompt": SHARED, "completion": [SAID], "tools": None}, ["5"], [None]),
         ({"prompt": [ASKED], "completion": [SAID], "label": False}, ["5"], [0.0]),
+        ({"messages": [*SHARED, SAID], "label": False}, ["5"], [0.0]),
+        ({"instruction": "Add.", "output": "5", "kto_tag": "True"}, ["5"], [1.0]),
+        ({"messages": [ASKED, {**SAID, "train": False}, ASKED, {**OTHER, "train": True}]}, ["6"], [None]),
+        ({"conversations": [*TOLD[:3], {**TOLD[3], "loss": False}]}, [None], [None]),
+        ({"prompt": "2 + 3?", "response": "5"}, ["5"], [None]),
         ({"prompt": "2 + 3?", "chosen": "5", "rejected": "6"}, ["5", "6"], [1.0, 0.0]),
+        ({"question": "2 + 3?", "chosen": "5", "rejected": "6"}, ["5", "6"], [1.0, 0.0]),
+        ({"instruction": "Add.", "input": "2 3", "chosen": "5", "rejected": "6"}, ["5", "6"], [1.0, 0.0]),
+        ({"conversations": TOLD[:1], "chosen": TOLD[3], "rejected": OTHER}, ["5", "6"], [1.0, 0.0]),
+        ({"chosen": HH.format(5), "rejected": HH.format(6)}, ["5", "6"], [1.0, 0.0]),
+        ({"prompt": HH.format(""), "chosen": "5", "rejected": "6"}, ["5", "6"], [1.0, 0.0]),
         ({"prompt": [ASKED], "chosen": [SAID], "rejected": [OTHER]}, ["5", "6"], [1.0, 0.0]),
         ({"chosen": [*SHARED, SAID], "rejected": [*SHARED, OTHER]}, ["5", "6"], [1.0, 0.0]),
         ({"prompt": "2 + 3?", "chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]}, ["5", "6"], [1.0, 0.0]),
+        (
+            {"prompt": "2 + 3?", "messages": [ASKED, SAID], "chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]},
+            ["5", "6"], [1.0, 0.0],
+        ),
     ],
 )  # fmt: skip
 def test_shapes_that_people_have_are_read(
@@ -364,6 +396,11 @@ def test_shapes_that_people_have_are_read(
     assert calls[0].request["messages"][-1]["role"] == "user"
     arguments = [call["function"]["arguments"] for reply in replies for call in reply.get("tool_calls") or ()]
     assert [json.loads(text) for text in arguments] == [{"a": 2, "b": 3}] * said.count(None)
+    for name in ("system", "system_prompt"):
+        file.write_text(json.dumps({**row, name: "Be brief."}))
+        for call in (call for rollout in read(file) for call in rollout.calls):
+            roles = [message["role"] for message in call.request["messages"]]
+            assert (roles[0], roles.count("system"), "weight" in str(call.request)) == ("system", 1, False)
 
 
 def test_each_kind_of_file_has_the_same_rows(tmp_path: Path) -> None:
@@ -372,9 +409,15 @@ def test_each_kind_of_file_has_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "array.json").write_text(json.dumps([row], indent=1))
     (tmp_path / "line.json").write_text("\ufeff" + json.dumps([row]))
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
-    (tmp_path / "rows.csv").write_text('instruction,input,output\nAdd.,"2 3",5\n')
-    saved.to_parquet(str(tmp_path / "rows.parquet"))
+    (tmp_path / "pretty.json").write_text(json.dumps(row, indent=1))
+    (tmp_path / "lists.json").write_text(json.dumps([[{"role": "user", "content": "Add.\n\n2 3"}, SAID]]))
+    for name, comma in (("rows.csv", ","), ("rows.CSV", ","), ("rows.tsv", "\t")):
+        lines = ("instruction", "input", "output", "note"), ("Add.", '"2 3"', "5", "x" * 200_000)
+        (tmp_path / name).write_text("".join(comma.join(line) + "\n" for line in lines))
+    for name in ("rows.parquet", "rows.PARQUET", "rows.pq"):
+        saved.to_parquet(str(tmp_path / name))
     saved.save_to_disk(tmp_path / "saved")
+    shutil.copy(next((tmp_path / "saved").glob("*.arrow")), tmp_path / "rows.arrow")
     datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "splits")
 
     for file in sorted(tmp_path.iterdir()):
@@ -385,6 +428,11 @@ def test_each_kind_of_file_has_the_same_rows(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(broken)
         with pytest.raises(EpisodesError, match=f"{name} (cannot be read|has bad rows)"):
             read(tmp_path / name)
+    utf16 = json.dumps(row).encode("utf-16")
+    for data, kind in ((bz2.compress(b"{}"), "bzip2"), (b"\x28\xb5\x2f\xfd0", "zstd"), (utf16, "UTF-16")):
+        (tmp_path / "c").write_bytes(data)
+        with pytest.raises(EpisodesError, match=f"c is {kind}; "):
+            read(tmp_path / "c")
 
 
 def test_what_is_no_file_of_conversations(run: Any) -> None:

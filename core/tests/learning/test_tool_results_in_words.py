@@ -133,6 +133,7 @@ RULES = {
     QWEN_CODE.format(1): ("error", "exit-code"),
     QWEN_CODE.format(0): ("ok", "exit-0"),
     "Output: x\nExit Code: 1\nSignal: (none)\nProcess Group PGID: 7": ("ok", "ok"),
+    '{"returncode": 1}': ("error", "exit-code"),
     '{"returncode": 1, "output": "timed out"}': ("error", "exit-code"),
     '{"returncode": 0, "output": "Error: none of it"}': ("ok", "exit-0"),
     '{"returncode": 1, "job": 7}': ("ok", "ok"),
