@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
-from agl_core.apis.answered import Answered
+from agl_core.apis.answered import ReplyCache
 from agl_core.apis.dialect import ChatCompletions, Completions, Dialect, housekeeping
 from agl_core.apis.errors import ApiError
 from agl_core.apis.messages import Messages
@@ -159,7 +159,7 @@ def _recorded(rollout: str, sequence: int, sent: SentCall, body: bytes) -> Call:
 def _request(dialect: Dialect, body: bytes) -> tuple[Mapping[str, Json], Sampling]:
     """The request on record; with the API's own conversation if agl could not translate it."""
     try:
-        request = dialect.parse(body, Answered())
+        request = dialect.parse(body, ReplyCache())
     except ApiError:
         raw = parse_json(body)
         instructions, items = raw.get("instructions"), raw.get("messages") or raw["input"]

@@ -47,7 +47,7 @@ NOT_KEPT = (
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
+class ClientExchange:
     """One call with all requests for it, and its reply."""
 
     sequence: int
@@ -135,15 +135,15 @@ class _Sent(Struct):
 _SENT = msgspec.json.Decoder(_Sent)
 
 
-class Answered:
+class ReplyCache:
     """The exchanges of one attempt."""
 
     def __init__(self) -> None:
-        self._exchanges: dict[tuple[str, Any], list[Exchange]] = {}
+        self._exchanges: dict[tuple[str, Any], list[ClientExchange]] = {}
         """By request, reply, message or tool call; the oldest first."""
-        self._over: dict[Exchange, None] = {}
+        self._over: dict[ClientExchange, None] = {}
         """Finished ones, the oldest first."""
-        self._retried: dict[Exchange, None] = {}
+        self._retried: dict[ClientExchange, None] = {}
         """Finished ones that a retry may ask for again."""
         self._recorded: list[Call] = []
         self.size = 0
@@ -155,7 +155,7 @@ class Answered:
         """Bytes of replies and requests, about."""
         return self.size + 2 * len(self.sent.text)
 
-    def retried(self, digest: int, count: int) -> Exchange | None:
+    def retried(self, digest: int, count: int) -> ClientExchange | None:
         """The exchange that the `count`th retry of a request continues; None if it is a call of its own.
 
         Only an SDK's own count makes a retry. It claims the equal call whose last count is smaller and nearest, the
@@ -169,13 +169,13 @@ class Answered:
             exchange.tries = count
         return exchange
 
-    def open(self, digest: int, count: int, sequence: int) -> Exchange:
+    def open(self, digest: int, count: int, sequence: int) -> ClientExchange:
         """Open an exchange for a call that retries none."""
-        exchange = Exchange(sequence, count)
+        exchange = ClientExchange(sequence, count)
         self._index(exchange, "request", digest)
         return exchange
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, exchange: ClientExchange) -> None:
         """Keep an exchange that has its reply or failed for a retry, and forget the oldest beyond the bounds."""
         exchange.reply = None
         if exchange.keys and exchange not in self._over:
@@ -184,7 +184,9 @@ class Answered:
             if len(self._retried) > MAX_RETRIED:
                 self._retry_no_more(next(iter(self._retried)))
 
-    def remember(self, exchange: Exchange, reply: Reply, conversation: Sequence[Message] | None, size: int) -> None:
+    def remember(
+        self, exchange: ClientExchange, reply: Reply, conversation: Sequence[Message] | None, size: int
+    ) -> None:
         """Remember the upstream's own messages of a reply.
 
         `conversation` is what a later request may continue, if any may; `size` are the bytes of its request.
@@ -202,11 +204,11 @@ class Answered:
         kept = _OVERHEAD + len(reply.raw.body) + (0 if conversation is None else size)
         self._grow(exchange, kept - exchange.size)
 
-    def of_reply(self, reply_id: str) -> Exchange | None:
+    def of_reply(self, reply_id: str) -> ClientExchange | None:
         """The exchange of a reply; None if unknown or forgotten."""
         return next(iter(self._exchanges.get(("reply", reply_id), ())), None)
 
-    def own(self, message: Message) -> Message:
+    def restore_echo(self, message: Message) -> Message:
         """The upstream's own message that an assistant message echoes, else the message itself.
 
         An echo has the same text, and calls the same tools by the same ids with equal arguments, however written.
@@ -256,20 +258,20 @@ class Answered:
         self._retried.clear()
         self.size = 0
 
-    def _index(self, exchange: Exchange, kind: str, value: Any) -> None:
+    def _index(self, exchange: ClientExchange, kind: str, value: Any) -> None:
         exchanges = self._exchanges.setdefault((kind, value), [])
         if exchange not in exchanges[-1:]:
             exchanges.append(exchange)
             exchange.keys.append((kind, value))
 
-    def _grow(self, exchange: Exchange, size: int) -> None:
+    def _grow(self, exchange: ClientExchange, size: int) -> None:
         exchange.size += size
         self.size += size
         self._over[exchange] = None
         while len(self._over) > 1 and (len(self._over) > MAX_KEPT or self.size > MAX_KEPT_BYTES):
             self._forget(next(iter(self._over)))
 
-    def _retry_no_more(self, exchange: Exchange) -> None:
+    def _retry_no_more(self, exchange: ClientExchange) -> None:
         """Reduce an exchange to what a later request may name."""
         del self._retried[exchange]
         if not exchange.messages:
@@ -280,13 +282,13 @@ class Answered:
             exchange.size = size
             self._unindex(exchange, *(key for key in exchange.keys if key[0] == "request"))
 
-    def _forget(self, exchange: Exchange) -> None:
+    def _forget(self, exchange: ClientExchange) -> None:
         del self._over[exchange]
         self._retried.pop(exchange, None)
         self.size -= exchange.size
         self._unindex(exchange, *exchange.keys)
 
-    def _unindex(self, exchange: Exchange, *keys: tuple[str, Any]) -> None:
+    def _unindex(self, exchange: ClientExchange, *keys: tuple[str, Any]) -> None:
         for key in keys:
             exchange.keys.remove(key)
             exchanges = self._exchanges[key]
@@ -303,11 +305,11 @@ class Budget:
     """
 
     def __init__(self) -> None:
-        self._sizes: OrderedDict[Answered, int] = OrderedDict()
+        self._sizes: OrderedDict[ReplyCache, int] = OrderedDict()
         """The latest used last."""
         self._total, self._limit = 0, 64
 
-    def update(self, answered: Answered) -> None:
+    def update(self, answered: ReplyCache) -> None:
         """Note what an attempt keeps after a reply."""
         self._total += answered.kept_bytes - self._sizes.pop(answered, 0)
         self._sizes[answered] = answered.kept_bytes

@@ -19,7 +19,7 @@ import orjson
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from agl_core.apis.answered import Answered, Message
+from agl_core.apis.answered import Message, ReplyCache
 from agl_core.apis.errors import ApiError, openai_error, rendered
 from agl_core.apis.reply import Reply
 from agl_core.apis.streams import ChatChunks, Renderer, TextChunks, text_choice
@@ -157,7 +157,7 @@ class Dialect(ABC):
     def __init_subclass__(cls) -> None:
         cls._own = cls.rewritten | cls.ignored | cls.kept | cls.refused | OWN_FIELDS
 
-    def parse(self, raw: bytes, answered: Answered) -> ModelRequest:
+    def parse(self, raw: bytes, answered: ReplyCache) -> ModelRequest:
         """Check a request body and translate it; ApiError 400 names the wrong field.
 
         Echoes of replies in `answered` become the upstream's own messages again.
@@ -174,7 +174,7 @@ class Dialect(ABC):
         except (TypeError, ValueError, AttributeError, IndexError) as error:
             raise ApiError(400, f"This is no request of the API {self.api}: {error}.", code="invalid_type") from error
 
-    def _parse(self, body: dict[str, Any], answered: Answered) -> ModelRequest:
+    def _parse(self, body: dict[str, Any], answered: ReplyCache) -> ModelRequest:
         common = msgspec.convert(body, _CommonFields)
         for name in self.refused & body.keys():
             if body[name]:
@@ -201,7 +201,7 @@ class Dialect(ABC):
         )
 
     @abstractmethod
-    def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
+    def translate(self, body: Mapping[str, Any], answered: ReplyCache, ignored: set[str]) -> Translation:
         """The fields of a body that chat completions name or write differently; adds to `ignored`.
 
         A KeyError names a missing field; other standard errors say that the body is not of this API.
@@ -303,7 +303,7 @@ class ChatCompletions(Dialect):
 
     api, id_prefix, echoes = "chat.completions", "chatcmpl-", False
 
-    def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
+    def translate(self, body: Mapping[str, Any], answered: ReplyCache, ignored: set[str]) -> Translation:
         logprobs = body.get("logprobs")
         if not isinstance(logprobs, bool | None) or (body.get("top_logprobs") is not None and not logprobs):
             raise wrong("logprobs", "must be true or false, and true where there are 'top_logprobs'")
@@ -344,7 +344,7 @@ class Completions(Dialect):
     rewritten = frozenset({"prompt"})
     kept = frozenset({"logprobs", "best_of"})
 
-    def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
+    def translate(self, body: Mapping[str, Any], answered: ReplyCache, ignored: set[str]) -> Translation:
         prompt, logprobs = body["prompt"], body.get("logprobs")
         if isinstance(prompt, list) and len(prompt) == 1:  # Clients that can send several send a list of one.
             prompt = prompt[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from agl_core.apis.answered import NOT_KEPT, Answered, Message
+from agl_core.apis.answered import NOT_KEPT, Message, ReplyCache
 from agl_core.apis.dialect import joined_parts, unsupported, without_none, wrong
 from agl_core.apis.reply import reasoning_of
 from agl_core.types import Json
@@ -24,7 +24,7 @@ _ITEM_ID = re.compile(r"(msg|rs|fc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]
 """An item's kind, reply, and number in it; replies of sessions contain the session's id."""
 
 
-def read_input(items: Any, answered: Answered, ignored: set[str], *, takes_custom: bool = True) -> list[Message]:
+def read_input(items: Any, answered: ReplyCache, ignored: set[str], *, takes_custom: bool = True) -> list[Message]:
     """The chat messages of `input`; items that are left out are added to `ignored`.
 
     The items of one reply (reasoning, text, function calls) are one chat message, however they come back: without ids,
@@ -42,7 +42,7 @@ def read_input(items: Any, answered: Answered, ignored: set[str], *, takes_custo
 class _Reader:
     """Joins items in order."""
 
-    def __init__(self, answered: Answered, ignored: set[str], takes_custom: bool) -> None:
+    def __init__(self, answered: ReplyCache, ignored: set[str], takes_custom: bool) -> None:
         self._answered, self._ignored, self._takes_custom = answered, ignored, takes_custom
         self._messages: list[dict[str, Any]] = []
         self._reply: dict[str, Any] | None = None
@@ -93,7 +93,7 @@ class _Reader:
 
     def _finished(self, message: dict[str, Any]) -> Message:
         content = message.get("content") or (None if message.get("tool_calls") else "")
-        return self._answered.own({**message, "content": content})
+        return self._answered.restore_echo({**message, "content": content})
 
     def _read_message(self, item: Mapping[str, Any]) -> None:
         role, content = item["role"], _content(item["content"])

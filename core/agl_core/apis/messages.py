@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import orjson
 
-from agl_core.apis.answered import Answered, Message
+from agl_core.apis.answered import Message, ReplyCache
 from agl_core.apis.dialect import Dialect, ModelRequest, Translation, joined_parts, unsupported, without_none, wrong
 from agl_core.apis.errors import ApiError, rendered
 from agl_core.apis.reply import Reply, Usage, called
@@ -104,7 +104,7 @@ class Messages(Dialect):
         self.counts = counts
         self.api = "messages/count_tokens" if counts else "messages"
 
-    def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
+    def translate(self, body: Mapping[str, Any], answered: ReplyCache, ignored: set[str]) -> Translation:
         if body.get("thread"):
             # Anthropic's tool runner asks for one, and sends whole conversations after this very code.
             raise wrong("thread", "is not served: send the whole conversation", code="thread_unsupported_request")
@@ -142,7 +142,7 @@ class Messages(Dialect):
         match event["type"]:
             case "message":
                 blocks = [block for block in event["content"] if block["type"] in _OUTPUT]
-                delta = _read_reply(blocks, Answered(), set())
+                delta = _read_reply(blocks, ReplyCache(), set())
             case "content_block_start" if (block := event["content_block"])["type"] == "tool_use":
                 call = {"index": event["index"], "id": block["id"], "function": {"name": block["name"]}}
                 delta = {"tool_calls": [call]}
@@ -281,7 +281,7 @@ class _Events(BlockRenderer):
         return _problem(error)
 
 
-def _read_message(role: str, content: Any, answered: Answered, ignored: set[str]) -> list[Message]:
+def _read_message(role: str, content: Any, answered: ReplyCache, ignored: set[str]) -> list[Message]:
     """The chat messages of one message; a tool's has a `status` if the agent gives `is_error`."""
     blocks = [_text(content)] if isinstance(content, str) else content
     if role == "assistant":
@@ -312,7 +312,7 @@ def _tool_result(block: Mapping[str, Any], ignored: set[str]) -> Message:
     return message if failed is None else {**message, "status": "error" if failed else "success"}
 
 
-def _read_reply(blocks: list[dict[str, Any]], answered: Answered, ignored: set[str]) -> Message:
+def _read_reply(blocks: list[dict[str, Any]], answered: ReplyCache, ignored: set[str]) -> Message:
     texts, reasoning, calls = [], [], []
     for block in blocks:
         match block["type"]:
@@ -332,7 +332,7 @@ def _read_reply(blocks: list[dict[str, Any]], answered: Answered, ignored: set[s
         message["reasoning_content"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = calls
-    return answered.own(message)
+    return answered.restore_echo(message)
 
 
 def _arguments(written: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from agl_core.apis.answered import NOT_KEPT, Answered, Message
+from agl_core.apis.answered import NOT_KEPT, Message, ReplyCache
 from agl_core.apis.dialect import Dialect, ModelRequest, Translation, unsupported, wrong
 from agl_core.apis.errors import ApiError
 from agl_core.apis.items import LEFT_OUT, read_input
@@ -69,7 +69,7 @@ class Responses(Dialect):
         self.counts = counts
         self.api = "responses/input_tokens" if counts else "responses"
 
-    def translate(self, body: Mapping[str, Any], answered: Answered, ignored: set[str]) -> Translation:
+    def translate(self, body: Mapping[str, Any], answered: ReplyCache, ignored: set[str]) -> Translation:
         include = body.get("include") or ()
         if other := {*include} - {_LOGPROBS, _ENCRYPTED}:
             raise unsupported("include", f"asks for {', '.join(sorted(other))}, which agl does not have")
@@ -105,7 +105,7 @@ class Responses(Dialect):
             return {}
         response, numbers = event.get("response", event), itertools.count()
         # Read as items that come back in a later request, without those of hosted tools.
-        messages = read_input([item for item in response["output"] if item["type"] in _OUTPUT], Answered(), set())
+        messages = read_input([item for item in response["output"] if item["type"] in _OUTPUT], ReplyCache(), set())
         deltas = [
             {**message, "tool_calls": [{**call, "index": next(numbers)} for call in message.get("tool_calls") or ()]}
             for message in messages
@@ -129,7 +129,7 @@ class Responses(Dialect):
         return _Events(request, reply_id)
 
 
-def _earlier(previous: str | None, answered: Answered) -> Sequence[Message]:
+def _earlier(previous: str | None, answered: ReplyCache) -> Sequence[Message]:
     """The conversation of `previous_response_id`, without its instructions."""
     if previous is None:
         return ()

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from agl_core.apis.answered import NOT_KEPT, Budget, Exchange, retry_count
+from agl_core.apis.answered import NOT_KEPT, Budget, ClientExchange, retry_count
 from agl_core.apis.dialect import Dialect, ModelRequest, housekeeping, unsupported
 from agl_core.apis.errors import ApiError, as_answer, attempt_closed, rendered, stopping, store_failed
 from agl_core.apis.reply import Reply, read_reply
@@ -109,7 +109,7 @@ class Gateway:
     async def answer(self, request: Request, send: Send, dialect: Dialect) -> None:
         """Answer one model call, and record whether the reply arrived."""
         attempt: ActiveAttempt | None = None
-        exchange: Exchange | None = None
+        exchange: ClientExchange | None = None
         response: Response
         last_events = b""
         connection: HttpConnection = request.scope[CONNECTION]
@@ -202,7 +202,7 @@ class Gateway:
             answer = await served.client.complete(body, None)
             return read_reply(answer.body, answer.headers, "", logprobs=False)
 
-    def _exchange(self, call: _ModelCall, raw: bytes) -> Exchange:
+    def _exchange(self, call: _ModelCall, raw: bytes) -> ClientExchange:
         """The exchange of the call that this request retries, or a new one."""
         attempt, api, count = call.attempt, call.dialect.api, retry_count(call.headers)
         digest = hash((api, raw))  # 64 bits, keyed: enough for the requests of one attempt.
@@ -214,7 +214,7 @@ class Gateway:
             exchange.supersedes = earlier
         return exchange
 
-    async def _reply(self, call: _ModelCall, exchange: Exchange, live: LiveReply) -> Reply:
+    async def _reply(self, call: _ModelCall, exchange: ClientExchange, live: LiveReply) -> Reply:
         """Make the call, or join the one that this request retries. Hanging up ends it once the reply has begun."""
         if exchange.kept is not None:
             return exchange.kept.read()
@@ -235,7 +235,9 @@ class Gateway:
         call.attempt.answered.end(exchange)
         return future.result()
 
-    async def _make(self, call: _ModelCall, exchange: Exchange, done: asyncio.Future[Reply], live: LiveReply) -> Reply:
+    async def _make(
+        self, call: _ModelCall, exchange: ClientExchange, done: asyncio.Future[Reply], live: LiveReply
+    ) -> Reply:
         """Forward a call and record it."""
         attempt, request, headers = call.attempt, call.request, call.headers
         with self._relay_of(attempt).acquire_destination(attempt.rollout.group) as served:
@@ -297,7 +299,7 @@ class Gateway:
         if len(self._in_flight) > 1:
             await asyncio.sleep(0)
 
-    async def _delivered(self, attempt: ActiveAttempt, exchange: Exchange, arrived: bool) -> None:
+    async def _delivered(self, attempt: ActiveAttempt, exchange: ClientExchange, arrived: bool) -> None:
         """Correct the record of whether a reply arrived; its retry may arrive later."""
         call = exchange.call
         if call is not None:

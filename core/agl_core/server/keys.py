@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from starlette.requests import Request
 from starlette.routing import Route
 
-from agl_core.apis.answered import Answered
+from agl_core.apis.answered import ReplyCache
 from agl_core.apis.errors import UPSTREAM_GONE, ApiError, attempt_closed
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.errors import ServerError
@@ -80,7 +80,7 @@ class ActiveAttempt:
     """By route: requests passed on and not recorded."""
     context_overflows: int = 0
     last_failure: str | None = None
-    answered: Answered = field(default_factory=Answered)
+    answered: ReplyCache = field(default_factory=ReplyCache)
     committing: set[asyncio.Future[Any]] = field(default_factory=set)
     """Calls being written; the end waits for them, so that the store has them first."""
     closing: asyncio.Task[None] | None = None

@@ -436,7 +436,7 @@ def _all_failed(results: list[Any]) -> bool:
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """What stays the same when a file is renamed; None if there is no file of this name."""
+    """A file's device and inode, which renaming keeps; None if there is no such file."""
     try:
         status = os.stat(file)
     except OSError:

@@ -29,7 +29,7 @@ SCHEMA = (
     # Attempts that run. Who removes the row of one ends it.
     "CREATE TABLE leases (rollout TEXT PRIMARY KEY, attempt INTEGER NOT NULL, worker TEXT NOT NULL, "
     "renewals INTEGER NOT NULL) WITHOUT ROWID",
-    # What was recorded of attempts. Calls alone have pieces; these and training records have arrays.
+    # Records of attempts. Only calls have pieces; calls and training records have arrays.
     "CREATE TABLE records (seq INTEGER PRIMARY KEY, owner INTEGER NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, "
     "pieces BLOB, arrays BLOB, body TEXT NOT NULL, UNIQUE (owner, kind, key))",
     f"PRAGMA application_id = {APPLICATION_ID}",

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Mode(StrEnum):
-    """The purpose of a rollout; it fixes the sampling at the gateway, over what the agent asks for."""
+    """The purpose of a rollout, which fixes the sampling at the gateway, whatever the agent asks for."""
 
     TRAIN = "train"
     EVAL_GREEDY = "eval-greedy"
@@ -25,7 +25,7 @@ class Mode(StrEnum):
 
 
 class RolloutState(StrEnum):
-    """Where a rollout is in its life: queued, then running, then done."""
+    """A rollout is queued, then running, then done."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -33,7 +33,7 @@ class RolloutState(StrEnum):
 
 
 class Ending(StrEnum):
-    """How an attempt ended. Everything an agent can do ends as one of these."""
+    """The end of an attempt."""
 
     FINISHED = "finished"
     CRASHED = "crashed"
@@ -61,7 +61,7 @@ class FinishReason(StrEnum):
 
     @classmethod
     def read(cls, word: object, *, calls_tools: bool) -> FinishReason:
-        """The reason for the word of a model server or a framework; without one, that which the response shows.
+        """The reason for a model server's or framework's word, else by the response.
 
         >>> FinishReason.read("repetition", calls_tools=False), FinishReason.read(None, calls_tools=True)
         (<FinishReason.LENGTH: 'length'>, <FinishReason.TOOL_CALLS: 'tool_calls'>)
@@ -84,11 +84,11 @@ _FINISHED: Mapping[str, FinishReason] = {
 
 
 HOUSEKEEPING = "housekeeping"
-"""The agent of calls that a program makes for itself, a session's title for example."""
+"""The agent of calls that a program makes for itself, for a session's title, say."""
 
 
 class ToolStatus(StrEnum):
-    """How a tool call ended."""
+    """The end of a tool call."""
 
     OK = "ok"
     ERROR = "error"
@@ -98,20 +98,20 @@ class ToolStatus(StrEnum):
 
 
 class Source(StrEnum):
-    """Where a tool result comes from."""
+    """The origin of a tool result."""
 
     CONVERSATION = "conversation"
-    """A later request of the agent, as the gateway recorded it: the model itself was given this result."""
+    """A later request of the agent, recorded by the gateway: the model itself got this result."""
     ADAPTER = "adapter"
     """Code in the agent's own process: a framework's adapter, or `agl_core.tool`."""
     SPAN = "span"
-    """A span that was exported over OTLP."""
+    """A span exported over OTLP."""
     COMMAND = "command"
-    """A report of a process of the agent's command."""
+    """A process of the agent's command."""
 
 
 class CreditKind(StrEnum):
-    """The meaning of a credited value: what one step earned, or a sum that contains what came after."""
+    """The meaning of a credited value: one step's reward, or a sum with later ones."""
 
     REWARD = "reward"
     RETURN = "return"
@@ -146,34 +146,34 @@ class DropReason(StrEnum):
     TOO_LONG = "too_long"
     """Longer than the engine can train on."""
     DISTORTED = "distorted"
-    """It was drawn from another distribution than its log-probabilities are of: `top_p`, penalties, temperature 0."""
+    """Its log-probabilities are of another distribution: `top_p`, penalties, temperature 0."""
     CONSTRAINED = "constrained"
-    """It had to have a form (a JSON schema, say), and the engine's training pass does not know what this allowed."""
+    """It had to have a form (a JSON schema, say), and the engine's training pass does not know the allowed tokens."""
     NO_REWARD = "no_reward"
-    """A rollout that was opened from outside and of which no rule had anything to say: what is missing is not 0."""
+    """No rule scored a session: a missing reward is not 0."""
     ABORTED = "aborted"
     """The model server broke the response off: its end is not the policy's doing."""
     UNDELIVERED = "undelivered"
-    """The reply reached no client: the client hung up before it came, or left the stream."""
+    """The client hung up before the reply came, or left the stream."""
     STALLED = "stalled"
-    """It timed out or crashed because the machine kept it waiting, while the alarm `stall` held."""
+    """It timed out or crashed because the machine kept it waiting (alarm `stall`)."""
     TRUNCATED = "truncated"
     """The token limit cut a response of it off (`train.truncated`)."""
     STALE = "stale"
-    """A call of its episode was answered by weights that are too many updates old (`async.max_staleness`)."""
+    """A call of its episode was answered by weights too many updates old (`async.max_staleness`)."""
 
 
 class PrefixBreak(StrEnum):
     """Why the recorded token ids of an earlier reply were not spliced into a prompt that has it."""
 
     EDITED = "edited"
-    """Another reply stands where that one was given."""
+    """Another reply stands in its place."""
     MOVED = "moved"
-    """The messages before the reply are not those that it answered."""
+    """Other messages stand before the reply."""
     TEMPLATE = "template"
-    """The chat template writes the reply, or what stands before it, otherwise in a longer conversation."""
+    """The chat template writes the reply, or the messages before, otherwise in a longer conversation."""
     REQUEST = "request"
-    """The request shows the model other tools, or has other variables for the chat template, than the reply's had."""
+    """The request has other tools, or other variables for the chat template, than the reply's."""
     CUT = "cut"
     """The reply was cut short, and the chat template does not write it as it was sampled."""
     SERVER = "server"
