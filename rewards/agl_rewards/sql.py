@@ -34,11 +34,11 @@ _MAX_COPIED = 100_000_000
 """Bytes of a file that is copied into memory to hide rows; in larger ones views hide them, which have no `rowid`."""
 _QUOTED = """printf('"%w"', name)"""
 _TABLES = f"""
-    SELECT {_QUOTED}, (SELECT group_concat({_QUOTED}) FROM pragma_table_info(list.name) WHERE pk AND wr)
-    FROM pragma_table_list AS list
-    WHERE schema = 'main' AND type IN ('table', 'virtual') AND name NOT LIKE 'sqlite_%'
+    SELECT {_QUOTED}, (SELECT group_concat({_QUOTED}) FROM pragma_table_info(list.name) WHERE pk AND has_no_rowid)
+    FROM (SELECT *, sql LIKE '%WITHOUT%ROWID%' AS has_no_rowid FROM sqlite_master WHERE type = 'table') AS list
+    WHERE rootpage > 0 AND name NOT LIKE 'sqlite_%'
 """
-"""Tables, and the columns of their keys if they have no row ids."""
+"""Tables that are not virtual, and the columns of their keys if they have no row ids."""
 _MAX_BYTES = 10_000_000
 """Bytes of all rows of one query in JSON. The sandbox bounds the memory that they take before."""
 
@@ -227,11 +227,11 @@ def _without(connection: sqlite3.Connection, part: int) -> sqlite3.Connection:
     connection.create_function("part", -1, lambda *key: zlib.crc32(repr(key).encode()) % _PARTS, deterministic=True)
     for table, key in connection.execute(_TABLES).fetchall():
         part_of = f"abs(rowid) % {_PARTS}" if key is None else f"part({key})"
+        hides = f"CREATE TEMP VIEW {table} AS SELECT * FROM main.{table} WHERE {part} NOT IN ({part_of}, {_PARTS})"
         if is_copied:
-            connection.execute(f"DELETE FROM {table} WHERE {part} IN ({part_of}, {_PARTS})")
-        else:
-            seen = f"SELECT * FROM main.{table} WHERE {part} NOT IN ({part_of}, {_PARTS})"
-            connection.execute(f"CREATE TEMP VIEW {table} AS {seen}")
+            hides = f"DELETE FROM {table} WHERE {part} IN ({part_of}, {_PARTS})"
+        with contextlib.suppress(sqlite3.Error):  # It may need a function or a collation that is not here.
+            connection.execute(hides)
     return connection
 
 
