@@ -27,7 +27,7 @@ from agl_core.training.run import local_server, make_run_dir, removed_unless_beg
 from agl_core.types import Mode
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_key, take_key_of, take_keys
 from agl_core.worker.client import LightningClient
-from agl_core.worker.worker import on_signals
+from agl_core.worker.worker import until_signal
 from agl_online import learner, policies
 from agl_online.commands import HELP
 from agl_online.config import online_section
@@ -62,20 +62,18 @@ def serve(target: Target, set_: Set = []) -> None:
     """Stand between deployed applications and their model: record their sessions, and take feedback on them.
 
     The configuration has [online] with the applications and the model server (docs/deploy-and-learn.md). The run's
-    folder, runs/NAME, holds the store. The server may be killed at any time; start it again with the same command, and
-    open sessions go on.
-
-    This machine needs no weights, and of the plugins in the configuration only the store.
+    folder, runs/NAME, holds the store. The server may be killed at any time: the same command goes on with open
+    sessions. This machine needs no weights, and only the store among the configuration's plugins.
 
     To be reached from other machines, give it an address of this one with `--set server.host=…`, and set
-    AGL_WORKER_KEY. What crosses the network is not encrypted. Ctrl-C or SIGTERM stops it.
+    AGL_WORKER_KEY. Traffic is not encrypted. Ctrl-C or SIGTERM stops it.
     """
     loaded, run_dir = _read(target, set_, SERVED)
     is_new = not run_dir.exists()
     if not (run_dir / CONFIG_FILE).exists():
         make_run_dir(run_dir, partial(store_config, loaded.config))
     with removed_unless_begun(run_dir if is_new else None) as begun:
-        listening.run(_serve(loaded, run_dir, Screen(), begun))
+        listening.run(until_signal(_serve(loaded, run_dir, Screen(), begun)))
 
 
 async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Callable[[], None]) -> None:
@@ -93,33 +91,26 @@ async def _serve(loaded: LoadedConfig, run_dir: Path, console: Screen, begun: Ca
         console.print(ANEW)
     answering = fixed_upstream(upstream, run_settings(loaded.config))
     recorded = sessions_of(loaded, run_dir, answering, console.print)
-    stopping = asyncio.ensure_future(_signalled())  # A signal that comes early stops it as cleanly.
     async with local_server(loaded, run_dir, recorded) as server:
         begun()
         console.print(f"serving {run_dir} at {server.base_url}")
         async with show_in_browser(run_dir, loaded.config.server, server.keys.operator) as address:
             ConsoleObserver(console, 0, address).begun()
-            await stopping
-        console.print("stopping")
-
-
-async def _signalled() -> None:
-    """Return on Ctrl-C or SIGTERM; a second one gets the default treatment."""
-    stopped = asyncio.Event()
-    with on_signals(lambda _: stopped.set()):
-        await stopped.wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                console.print("stopping")
 
 
 def learn(target: Target, set_: Set = []) -> None:
     """Serve a run's versions to applications, learn from their sessions, and test each new version before it serves.
 
-    The configuration has [online] with the applications, and [learn]. Everything runs on this machine: the engine that
-    trains, the one that answers, server and workers. The address for applications is printed at the start; `agl
-    sessions key` makes their keys.
+    The configuration has [online] with the applications, and [learn]. Everything runs on this machine: both engines
+    (one trains, one answers), server and workers. The address for applications is printed at the start; `agl sessions
+    key` makes their keys.
 
-    Each step takes sessions that ended and have a reward. Every learn.propose_every steps the weights go to the gate,
-    and then to a share of the sessions, before they answer all of them (docs/deploy-and-learn.md). `agl versions` shows
-    what became of each version.
+    Each step takes rewarded sessions that ended. Every learn.propose_every steps the weights go to the gate, then to a
+    share of the sessions, then to all (docs/deploy-and-learn.md). `agl versions` shows each version's state.
 
     Ctrl-C stops the run and saves a checkpoint (exit status 130; 143 after SIGTERM). The same command goes on with it.
     """
@@ -139,7 +130,6 @@ def _read(target: Path, overrides: Sequence[str], needs: Collection[Kind] = kind
 
 
 def _entry(report: RolloutReport) -> dict[str, Any]:
-    """One session as a list shows it."""
     rollout, [recorded] = report.entry.rollout, report.attempts
     annotations = recorded.episode.annotations
     return {
@@ -291,12 +281,12 @@ def export_version(name: Saved, out: Out, set_: Set = []) -> None:
 def serve_policies(names: Names, host: Host = "127.0.0.1", port: Port = 8400, set_: Set = []) -> None:
     """Serve versions to any client of OpenAI's or Anthropic's APIs, without a trainer. Nothing is recorded.
 
-    Requests name a version as their model, as it is named here. If only one is served, it answers whatever they name.
+    Requests name a version as their model, as it is named here. A single version answers whatever they name.
 
     To be reached from other machines, set AGL_POLICY_KEY, which clients send as their API key, and name an address of
-    this machine with --host. What crosses the network is not encrypted. Ctrl-C or SIGTERM stops it.
+    this machine with --host. Traffic is not encrypted. Ctrl-C or SIGTERM stops it.
     """
-    listening.run(_serve_policies(names, host, port, take_key(POLICY_KEY), set_, Screen()))
+    listening.run(until_signal(_serve_policies(names, host, port, take_key(POLICY_KEY), set_, Screen())))
 
 
 async def _serve_policies(
@@ -308,11 +298,12 @@ async def _serve_policies(
         bearer = "" if key is None else " -H 'Authorization: Bearer '$AGL_POLICY_KEY"
         body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         console.print(f"try: curl {url}/v1/chat/completions -H 'Content-Type: application/json'{bearer} -d '{body}'")
-        stopping = asyncio.ensure_future(_signalled())
-        while not stopping.done():
-            await engine.versions()  # EngineError once it is lost.
-            await asyncio.wait({stopping}, timeout=1.0)
-        console.print("stopping")
+        try:
+            while True:
+                await engine.versions()  # EngineError once it is lost.
+                await asyncio.sleep(1.0)
+        finally:
+            console.print("stopping")
 
 
 def _when(moment: float | None) -> str:

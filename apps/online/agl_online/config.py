@@ -56,8 +56,7 @@ class OnlineSection(Section):
 class GateSection(Section):
     """The conditions on held-out tasks that a new version meets before it answers any session.
 
-    Each limit compares it with the version that is served, on the same tasks; docs/deploy-and-learn.md has those that
-    are fixed.
+    Each compares it with the served version on the same tasks; docs/deploy-and-learn.md has the fixed ones.
     """
 
     tolerance: float = Field(0.05, ge=0)

@@ -45,11 +45,10 @@ class DeployedVersions(Relay):
                 await deployed.refresh()  # after each decision, and from time to time
 
     A canary answers `share` of the names of sessions, and the stable version all the others. A promotion or rollback
-    reaches open sessions at their next call. The version of a recorded call is the step of the version that answered
-    it.
+    reaches open sessions at their next call. A recorded call's version is the step of the version that answered it.
 
-    The versions have an engine of their own, so that what trains never waits for them, nor they for it. The run needs a
-    stable version (`Ledger.begin`), and has one policy. Used from the server's event loop.
+    The versions have an engine of their own, so that training and serving never wait for each other. The run has one
+    policy, and a stable version (`Ledger.begin`). Used from the server's event loop.
     """
 
     def __init__(self, run: Path, loaded: LoadedConfig, share: float, say: Callable[[str], None] = logger.info) -> None:
@@ -76,10 +75,7 @@ class DeployedVersions(Relay):
             await self._stop()
 
     async def refresh(self) -> None:
-        """Serve what the ledger says now; the engine is started anew if it was lost.
-
-        What goes wrong is logged, and what was served stays.
-        """
+        """Serve what the ledger says now, by a new engine if it was lost. Errors are logged, and serving goes on."""
         async with self._refreshing:
             try:
                 if self._engine is not None:
@@ -107,7 +103,7 @@ class DeployedVersions(Relay):
             self._calls[version] -= 1
 
     def _version_of(self, group: str) -> int:
-        """The destination of a name's sessions now; ApiError 503 if there is none."""
+        """The version for a name's sessions now; ApiError 503 if none is loaded."""
         stable, canary = self._standing.stable, self._standing.canary
         if canary in self._loaded and is_drawn(group, canary, self._share):
             return canary
@@ -160,12 +156,11 @@ class DeployedVersions(Relay):
 
 
 def _model(step: int) -> str:
-    """The engine's name for a version."""
     return f"version-{step}"
 
 
 def is_drawn(group: str, canary: int, share: float) -> bool:
-    """True if a canary answers the sessions of a name: the same for all of them, drawn anew for each canary.
+    """True if a canary answers the sessions of a name, which is drawn anew for each canary.
 
     `group` stands for the name. It is made with the server's secret, so that no user can choose the version.
     """

@@ -1,11 +1,11 @@
 """The learner's data: finished sessions with a reward, each once, and beside them rollouts of tasks.
 
-Which step a session was used in is recorded with it, in the same transaction as what the step made of it. So a learner
-that is killed and goes on from an earlier checkpoint gives the steps that it repeats the sessions that they had.
+A session's step is recorded in the same transaction as the step's training records. So a learner that is killed and
+goes on from an earlier checkpoint repeats its steps with the same sessions.
 
     ended ──▶ waits for a reward ──▶ drawn for a step, or dropped with the reason ──▶ recorded with the step
 
-If there are more sessions than steps take, the latest are drawn, and the others become too old.
+If there are more sessions than steps take, the latest are drawn; the others become too old.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from agl_core.types import Attempt, DropReason, Mode, Rollout, RolloutState, Tra
 from agl_online.config import LearnSection
 
 _NAME_SHARE = 0.25
-"""Of the weight of a step: what sessions of one name may have together."""
+"""The share of a step's weight that sessions of one name may have together."""
 _MAX_AGE = 7 * 24 * 3600.0
 """Seconds after its end that a session, rewarded or not, can be trained on."""
 _MAX_DROPPED = 256
 """Sessions that one step drops for their age."""
 _LATEST = 4096
-"""Sessions among which those of a step are looked for."""
+"""Sessions that a step looks through."""
 _SHORTEST, _SHARE = 0.5, 20
-"""Seconds between two looks, and how many times longer than a look they are at least."""
+"""The smallest pause between two looks: seconds, and times the length of a look."""
 
 
 async def read_ended(store: Store, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Attempt, int]]:
-    """These sessions by their ends, the earliest first, each with its attempt and how much feedback there is on it."""
+    """These sessions by their ends, the earliest first, each with its attempt and its number of annotations."""
     by_id = {rollout.id: rollout for rollout in rollouts}
     attempts = sorted(await store.attempts(*by_id), key=lambda attempt: attempt.ended or 0.0)
     annotations = await store.annotations([attempt.key for attempt in attempts])
@@ -48,25 +48,20 @@ async def read_ended(store: Store, rollouts: Sequence[Rollout]) -> list[tuple[Ro
 
 @dataclass(eq=False)
 class SessionExperience:
-    """Each step gets the sessions that it trains on, each a group of one, those that it drops, and rollouts of tasks.
-
-    `since` says how many updates ago a version was, None for one that was given up. `between` is called between two
-    looks: there is more to do while sessions are waited for.
-    """
+    """The groups of each step: sessions to train on, each a group of one, sessions to drop, and rollouts of tasks."""
 
     session: Session
     settings: LearnSection
     agents: Sequence[str]
     since: Callable[[int], int | None]
+    """The updates since a version; None for one that was given up."""
     between: Callable[[], Awaitable[None]]
+    """Called between two looks, while sessions are waited for."""
     _unrewarded: dict[str, int] = field(default_factory=dict, init=False)
-    """Sessions without a reward, and how much feedback they had then."""
+    """Sessions without a reward, with the number of annotations when that was found."""
 
     async def draw(self, step: int, advance: Advance, draw_tasks: Callable[[], Awaitable[Drawn]]) -> Drawn:
-        """The groups of a step; waits until there are enough sessions.
-
-        Only then do rollouts of tasks begin, which keep the learner from forgetting them: so they are up to date.
-        """
+        """The groups of a step. Rollouts of tasks begin only once there are enough sessions, so they are up to date."""
         usable, unusable, waiting = await self._take(step, advance)
         ended = [*usable, *unusable]
         weights = capped_weights([scored.rollout.group for scored in usable])
@@ -90,7 +85,7 @@ class SessionExperience:
         )
 
     async def _take(self, step: int, advance: Advance) -> tuple[list[Scored], list[Scored], int]:
-        """The sessions that this step trains on, and those that it drops, when there are enough; how many waited."""
+        """Wait for enough sessions: those to train on, those to drop, and how many waited."""
         repeated = await self.session.collector.store.rollouts(run=self.session.run, mode=Mode.USE, step=step)
         if repeated:  # A learner that was killed before its checkpoint made this step with them.
             return *await self._look(repeated, len(repeated)), 0
@@ -106,7 +101,7 @@ class SessionExperience:
             await asyncio.sleep(max(_SHORTEST, _SHARE * (time.monotonic() - started)))
 
     async def _waiting(self) -> list[Rollout]:
-        """The sessions that ended and no step had: the latest, and the earliest, which are the first to be too old."""
+        """Ended sessions that no step had: the latest, and the earliest, which are the first to be too old."""
         ended: RolloutFilter = {"run": self.session.run, "mode": Mode.USE, "state": RolloutState.DONE, "step": 0}
         first: RolloutFilter = {**ended, "limit": _MAX_DROPPED}
         last: RolloutFilter = {**ended, "newest": _LATEST}
@@ -115,9 +110,9 @@ class SessionExperience:
         return list({rollout.id: rollout for rollout in (*earliest, *latest)}.values())
 
     async def _look(self, rollouts: Sequence[Rollout], wanted: int) -> tuple[list[Scored], list[Scored]]:
-        """The sessions that a step can train on, not many more than `wanted`, and those to drop, by their ends.
+        """Sessions to train on, not many more than `wanted`, and sessions to drop, each by their ends.
 
-        They are the latest, which come from versions that are nearest to the weights.
+        The latest come first, because their versions are nearest to the weights.
         """
         ended = await read_ended(self.session.collector.store, rollouts)
         judgements = {rollout.id: number for rollout, _, number in ended}
@@ -142,7 +137,7 @@ class SessionExperience:
         return usable[::-1], unusable[::-1]
 
     def _prepare(self, scored: Scored, *, is_old: bool = False) -> tuple[Scored, bool]:
-        """A session as a step takes it, and True if the step has something to train on in it."""
+        """A session as a step takes it, and True if it has something to train on."""
         episode = scored.episode
         ages = [self._age(transition) for transition in episode.transitions]
         # The engine counts versions by its updates, sessions name them by the steps of their checkpoints.
@@ -158,17 +153,17 @@ class SessionExperience:
         return replace(scored, episode=episode), episode.dropped is None and any(trained)
 
     def _age(self, transition: Transition) -> int | None:
-        """The updates since; None if the weights do not come from what answered."""
+        """The updates since the version that answered; None if the weights do not come from it."""
         if transition.version is None or transition.policy not in self.session.versions:
             return None
         return self.since(transition.version)
 
 
 def capped_weights(names: Sequence[str]) -> list[float]:
-    """The weight of each session of a step, at most 1, by what stands for its name (`Rollout.group`).
+    """The weight of each session of a step, at most 1; `names` are their `Rollout.group`.
 
-    Sessions of one name weigh together at most a quarter of the number of sessions, so that no user outweighs the
-    others; a single session may always weigh 1.
+    Sessions of one name together weigh at most a quarter of all, so that no user outweighs the others; a single one may
+    weigh 1.
 
     >>> capped_weights(["x", "x", "y", "z"])
     [0.5, 0.5, 1.0, 1.0]
@@ -181,13 +176,11 @@ def capped_weights(names: Sequence[str]) -> list[float]:
 def updates_since(version: int, step: int, resets: Sequence[Sequence[int]]) -> int | None:
     """The updates from a version to the learner's weights after `step`; None if they do not come from it.
 
-    Steps count on when the weights go back to an earlier version. With a reset after step 50 to 40, the weights of step
-    53 are those of step 40 after 3 updates, and come from none of the steps 41 to 50:
+    Steps count on when the weights go back. After a reset (50, 40), from step 50 to version 40, step 53 is three
+    updates from version 40, and comes from none of the steps 41 to 50:
 
         … ── 39 ── 40 ── 41 ── … ── 50
                     └─────────────────── 51 ── 52 ── 53
-
-    Each of `resets` is a pair: the step after which the weights went back, and the version that they went back to.
 
     >>> resets = [(50, 40)]
     >>> updates_since(38, 53, resets), updates_since(45, 53, resets), updates_since(51, 53, resets)

@@ -4,8 +4,8 @@
                               ▲                                                     │ rejected   │ rolled back
                               └────────── the weights go back to the stable version ┴────────────┘
 
-Steps count on when the weights go back. What the weights come from follows from the ledger and from the run's state
-alone, so a learner that is killed at any point goes on as if it had not been.
+Steps count on when the weights go back. Ledger and run state alone say where the weights come from, so a learner that
+is killed at any point goes on as if it had not been.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _LOOK = 1.0
 async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summary:
     """Serve a run's versions and learn from their sessions; a run that was begun goes on from its last checkpoint.
 
-    A run that was never deployed begins with its last checkpoint, or with what training started from, as its stable
-    version. ConfigError without `[learn]`, or if another process has the run.
+    A run that was never deployed begins with that, or with its first weights, as its stable version. ConfigError
+    without `[learn]`, or if another process has the run.
     """
     section = learn_section(loaded)
     if has_writer(run_dir):
@@ -99,7 +99,7 @@ class Learner(Trainer):
         return await self._sessions.draw(step, advance, partial(super()._draw, step, advance))
 
     async def train(self) -> None:
-        """Train from where `state` is to the last step, and then answer sessions until this is cancelled."""
+        """Train to the last step, and then answer sessions until this is cancelled."""
         if not self.checkpoints.all():
             await uninterrupted(self.checkpoint())  # What the weights can go back to.
         await self._follow()
@@ -130,7 +130,7 @@ class Learner(Trainer):
             await self._decide_at_gate()
 
     async def _decide_at_gate(self) -> None:
-        """Have the gate decide on the weights as they are, which are those of the last checkpoint."""
+        """Have the gate decide on the present weights, which are those of the last checkpoint."""
         step, stable = self.state.step, self.ledger.current().stable
         assert stable is not None, "the run is deployed"
         candidate = await self._evaluation_of(step)
@@ -144,7 +144,7 @@ class Learner(Trainer):
         await self._attend()
 
     async def _attend(self) -> None:
-        """Decide on the canary if the sessions say so, begin one, and follow what was decided, by an operator too."""
+        """Decide on the canary if the sessions say so, or begin one, and follow all decisions, an operator's too."""
         await self.session.engine.versions()  # EngineError if it was lost.
         standing = self.ledger.current()
         try:
@@ -167,7 +167,7 @@ class Learner(Trainer):
     async def _follow(self) -> None:
         """Take the weights back to the stable version if they come from a later one that was rejected or rolled back.
 
-        The stable version itself may come from such a one: an operator can make an earlier version stable again, and
+        The stable version may itself come from such a one: an operator can make an earlier version stable again, and
         roll it back then.
         """
         standing, state = self.ledger.current(), self.state

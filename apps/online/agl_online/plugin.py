@@ -33,12 +33,10 @@ def users_said(
         Field(description="Weights by name, for instance `thumbs`; other names weigh 1."),
     ] = {},
 ) -> RewardValue:
-    """The reward by users of a session or a call: the weighted mean of their numbers. A missing one is not 0.
+    """The weighted mean of users' numbers on a session or a call. A missing number is not 0: it does not count.
 
-    Of a session it is the terminal reward, of a call the reward of that call.
-
-    Of several names it is the mean, weighted by `weights`, where a name that is not listed has the weight 1; of each
-    name the latest number counts. What was not said does not count: without any number there is no reward.
+    Session feedback becomes the terminal reward; call feedback becomes that call's reward. The latest number of each
+    name counts, with its weight in `weights`, else 1. Without any number there is no reward.
     """
     latest: dict[str | None, dict[str, float]] = {}
     for annotation in episode.annotations:

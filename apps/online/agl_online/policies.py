@@ -70,12 +70,12 @@ class Version:
 
     @property
     def is_adapter(self) -> bool:
-        """True if what was saved is an adapter of other weights."""
+        """True if an adapter of other weights was saved."""
         return self.saved is not None and (self.saved / _ADAPTER).is_file()
 
 
 def find_policy(name: str) -> tuple[Path, str]:
-    """The run's folder, and its policy, that a name without a version means. ConfigError if there is none."""
+    """The run's folder and the policy that a name without a version means. ConfigError if there is none."""
     before, _, policy = name.rpartition(":")
     run = find_run(Path(before or name))
     known = policy_names(run)
@@ -114,10 +114,7 @@ def policy_spec(version: Version, loaded: LoadedConfig) -> PolicySpec:
 
 
 def make_engine(loaded: LoadedConfig, folder: Path) -> Engine:
-    """An engine without policies: the run's, else any that is installed. ConfigError if none serves policies.
-
-    `folder` is for its log.
-    """
+    """An engine that logs to `folder`: the run's, else any that is installed. ConfigError if none serves policies."""
     chosen = loaded.single["engine"]
     if chosen is None or Capability.POLICIES not in chosen.component.provides:
         engines = loaded.plugins.components(kinds.ENGINE).values()
@@ -134,8 +131,7 @@ def make_engine(loaded: LoadedConfig, folder: Path) -> Engine:
 def export(version: Version, folder: Path, overrides: Sequence[str] = ()) -> None:
     """Write a version as it was saved: all weights, or its adapter, which names its base as it is found here.
 
-    The folder appears whole or not at all. ConfigError if it exists, if the weights below an adapter are gone, or for
-    step 0.
+    The folder appears whole or not at all. ConfigError if it exists, the adapter's base is gone, or for step 0.
     """
     if version.saved is None or version.checkpoint is None:
         raise ConfigError(f"{version} is what training started from, which nothing has to be written of.")
@@ -186,16 +182,13 @@ POLICY_KEY = "AGL_POLICY_KEY"
 
 
 class _Clients(ActiveAttempt):
-    """All calls together: they are answered and forgotten."""
-
     async def keep(self, store: Store, *calls: Call) -> None:
         return
 
 
 class ServedPolicies(RolloutSource):
-    """Whose calls are answered: those with `key`, or without one those that are meant for this machine's own names.
-
-    Without a key, a web page could otherwise send requests by another host name that leads here.
+    """Answers calls with `key`; without a key, calls to this machine's own names, because a web page could send
+    requests by another host name that leads here.
     """
 
     def __init__(self, key: str | None) -> None:
@@ -204,7 +197,7 @@ class ServedPolicies(RolloutSource):
         self._key = key
 
     async def attempt_of(self, request: Request) -> ActiveAttempt:
-        """The same for all. ApiError 401 without the key; without a key at all, 403 for requests by another name."""
+        """The same for all. ApiError 401 without the key, 403 for another name if there is no key."""
         names = [f"http://{request.headers.get('host', '')}", request.headers.get("origin", "http://localhost")]
         if self._key is not None and not carries(request, self._key):
             raise refused_key(request, f"It is the value of {POLICY_KEY} where `agl policy serve` was started.")
@@ -224,8 +217,8 @@ async def serving(
 ) -> AsyncIterator[tuple[str, Engine]]:
     """Serve versions by these names until the block ends; yields the address and the engine that has them all.
 
-    An AglError says why it cannot begin: that others can reach `host`, and there is no key, among other things.
-    `overrides` are `KEY=VALUE` texts for the configurations of the runs.
+    ServerError if others can reach `host` without a key. `overrides` are `KEY=VALUE` texts for the configurations of
+    the runs.
     """
     if key is not None and (problem := problem_of_key(POLICY_KEY, key)):
         raise ServerError(problem)

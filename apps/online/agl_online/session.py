@@ -1,4 +1,4 @@
-"""One session as the gateway has it, and how its calls are redacted and recorded without ever holding up its use."""
+"""One session as the gateway has it; its calls are redacted and recorded without holding up its use."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNRECORDED_CALLS = "unrecorded"
-"""In the result of a session's attempt: how many of its calls were answered and not recorded."""
+"""The key in the result of a session's attempt: its calls that were answered and not recorded."""
 LONGEST_WAIT = 5.0
-"""Seconds in which what is written of a session should be in the store."""
+"""Seconds in which records of a session should be in the store."""
 _PATIENCE = 2.0
 """Seconds that a reply waits for its call to be written."""
 _MAX_WAITING = 256
@@ -34,14 +34,13 @@ _MAX_WAITING = 256
 
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class ActiveSession(ActiveAttempt):
-    """A session that is open, or was. Its calls are answered in any case, whatever happens to what is written."""
+    """A session that is open, or was. Its calls are answered even if they cannot be recorded."""
 
     sessions: Sessions
-    """All sessions of the server."""
     used: float
-    """When it was last used, in Unix seconds."""
+    """Last, in Unix seconds."""
     recorded: bool = True
-    """True if it is stored."""
+    """False if nothing of it may be stored."""
     begun: bool = False
     """True if the store has it."""
     missed: int = 0
@@ -54,7 +53,7 @@ class ActiveSession(ActiveAttempt):
         return self.rollout.id
 
     def call_id(self, prefix: str) -> str:
-        """The id of a new call; it says which session feedback on it belongs to."""
+        """The id of a new call, which names its session for feedback."""
         return f"{prefix}{self.id}.{uuid.uuid4().hex[:16]}"
 
     async def delivered(self, arrived: bool) -> None:
@@ -63,10 +62,9 @@ class ActiveSession(ActiveAttempt):
             await self.sessions.end(self, "reply")
 
     async def keep(self, store: Store, *calls: Call) -> None:
-        """Write calls, redacted, with the session itself if it is not written yet; returns in time in any case.
+        """Write calls, redacted, with the session if the store lacks it. Returns in time; failures are counted.
 
-        Without calls it is written before its first one, if that can be done; else it comes with that call. What cannot
-        be written is counted.
+        Without calls, the session is written before its first call if possible, else with it.
         """
         if not self.recorded or (self.closed and not self.begun):
             return
@@ -90,7 +88,7 @@ class ActiveSession(ActiveAttempt):
             await asyncio.wait({task}, timeout=_PATIENCE)  # What takes longer goes on.
 
     async def write_end(self, store: Store) -> bool:
-        """Write how it ended; False if that has to be tried again."""
+        """Write its end; False if that has to be tried again."""
         if not await self.wait_until_written():
             return False
         if self.begun and self.recorded:
@@ -110,7 +108,7 @@ class ActiveSession(ActiveAttempt):
         return True
 
     async def wait_until_written(self) -> bool:
-        """Wait for what is being written of it; False if that takes too long."""
+        """Wait for its writes under way; False if they take longer than `LONGEST_WAIT`."""
         if self.committing:
             _, writing = await asyncio.wait(set(self.committing), timeout=LONGEST_WAIT)
             return not writing
@@ -127,7 +125,6 @@ class ActiveSession(ActiveAttempt):
                 self._count_missed()
 
     def _count_missed(self) -> None:
-        """A call was answered and not recorded."""
         self.sessions.counted["unrecorded"] += 1
         self.missed += 1
         if not self.closed:
@@ -141,7 +138,7 @@ PATTERNS: Mapping[str, str] = {
     "ip": r"\b\d{1,3}(?:\.\d{1,3}){3}\b",
     "secret": r"\b(?:sk|pk|rk|ghp|gho|glpat|xox[abprs]|AKIA)[-_A-Za-z0-9]{12,}|(?<=Bearer )[-_.=+/A-Za-z0-9]{12,}",
 }
-"""The patterns that have a name. What stands before an @ is bounded, as in RFC 5321, so that looking for it is."""
+"""The patterns with names. The part before an @ is bounded as in RFC 5321, so that the search for it is bounded."""
 
 
 def _is_text_part(value: Json) -> bool:
@@ -162,13 +159,12 @@ class Redaction:
         ]
 
     def text(self, text: str) -> str:
-        """The text as it may be stored."""
         for pattern, mark in self._patterns:
             text = pattern.sub(mark, text)
         return text
 
     def json(self, value: Json) -> Json:
-        """A JSON value as it may be stored: all its texts, its keys, and numbers that read like a match."""
+        """Redact all texts, keys, and numbers that read like a match."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -182,7 +178,7 @@ class Redaction:
         return value
 
     def _parts(self, values: list[Json]) -> list[Json]:
-        """The values; where text parts beside each other match together, the first has all of their text."""
+        """Redact matches across text parts beside each other too: the first part then has all of their text."""
         redacted: list[Json] = []
         for is_text, run in itertools.groupby(values, _is_text_part):
             parts: list[Any] = list(run)
@@ -193,7 +189,7 @@ class Redaction:
         return redacted
 
     def call(self, call: Call) -> Call:
-        """A call as it may be stored. If its texts change, it loses its token ids: they would bring the texts back."""
+        """Redact a call. If its texts change, it loses its token ids, which would bring the texts back."""
         if not self._patterns:
             return call
         messages = [[choice.message, choice.parse_error] for choice in call.choices]

@@ -1,4 +1,4 @@
-"""All sessions of a server: whose request is of which, when each begins, ends and is removed, and feedback on them.
+"""All sessions of a server: attribution of requests, beginning, end and removal, and feedback.
 
 A session is a rollout of mode `use` with one attempt. It belongs to no worker and to no trainer.
 """
@@ -57,7 +57,7 @@ from agl_online.wire import (
 logger = logging.getLogger(__name__)
 
 _SESSION_ID = re.compile("use-[0-9a-f]{24}-[0-9a-f]{12}")
-"""In the middle is what stands for its name."""
+"""The middle is its place: a stand-in for its name (`ApplicationKeys.place_of`)."""
 _COUNTERS = ("begun", "ended", "deleted", "unrecorded", "redacted", "feedback")
 """Counters since the server's start: sessions, then calls that were not recorded or lost some of their text."""
 _DAY = 86_400.0
@@ -65,10 +65,9 @@ _BETWEEN_REMOVALS = 600.0
 
 
 class Sessions(RolloutSource):
-    """The sessions of applications: what a server opens rollouts by.
+    """Opens a server's rollouts for applications; `answering` answers their calls.
 
-    `answering` answers their calls, `run` and `folder` are of the run that records them. All methods belong to one
-    event loop.
+    `run` and `folder` are of the run that records them. All methods belong to one event loop.
     """
 
     def __init__(
@@ -86,16 +85,15 @@ class Sessions(RolloutSource):
         self.keys = ApplicationKeys(keys, settings.applications)
         self.redaction = Redaction(settings.redact)
         self.writing: set[asyncio.Task[None]] = set()
-        """What is being written of sessions."""
         self._settings, self._run, self._folder, self._say = settings, run, folder, say
         self._store, self._operator, self._answering = store, keys, answering
         self._watching: asyncio.Task[None] | None = None
         self._named: dict[str, ActiveSession] = {}
-        """Open ones, by what stands for their names."""
+        """Open sessions, by place."""
         self._open: dict[str, ActiveSession] = {}
-        """By id, also those whose end is not written yet."""
+        """By id, with sessions whose end is not written yet."""
         self._alive: WeakValueDictionary[str, ActiveSession] = WeakValueDictionary()
-        """Also ended ones that somebody still has, such as a call under way: what is deleted must not come back."""
+        """By id, with ended ones that are still held, as by a call under way: a deleted session must not come back."""
         self._unerased: set[str] = set()
         """Ids that could not be erased yet."""
         self._beginning, self._receiving = asyncio.Lock(), asyncio.Lock()
@@ -103,13 +101,11 @@ class Sessions(RolloutSource):
 
     @property
     def counters(self) -> dict[str, int]:
-        """For the server's health."""
         counts = {**self.counted, "open": len(self._open)}
         return {f"online_{name}": count for name, count in counts.items()}
 
     @property
     def routes(self) -> list[Route]:
-        """The routes of applications, of what collects feedback, and of operators."""
         return [
             route_of(BEGIN_SESSION, partial(self.keys.holder, Purpose.APPLICATION), self._answer_begin),
             route_of(END_SESSION, partial(self.keys.holder, Purpose.APPLICATION), self._answer_end),
@@ -118,7 +114,7 @@ class Sessions(RolloutSource):
         ]
 
     async def start(self, base_url: str) -> None:
-        """Go on with the sessions that an earlier server left open, and look after them."""
+        """Go on with the sessions that an earlier server left open, and watch them."""
         for rollout in await self._store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.RUNNING):
             session = await self._recall(rollout)
             if session is not None:
@@ -130,7 +126,7 @@ class Sessions(RolloutSource):
         self._say(f"     keys: agl sessions key {shlex.quote(str(self._folder))} {first}")
 
     async def stop(self) -> None:
-        """Wait a little for what is being written."""
+        """Stop watching, and wait a little for writes under way."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -138,9 +134,9 @@ class Sessions(RolloutSource):
             await asyncio.wait(set(self.writing), timeout=LONGEST_WAIT)
 
     async def attempt_of(self, request: Request) -> ActiveSession | None:
-        """The session that a model call belongs to; it is begun if need be. None if the call is of no session.
+        """The session of a model call, begun if need be; None if the call is of no session.
 
-        ApiError 401 if it names a session without that session's key, 400 if a header of it is invalid.
+        ApiError 401 if it names a session without that session's key, 400 if a header is invalid.
         """
         named = request.path_params.get("rollout") or request.headers.get(HEADER_ROLLOUT, "").rpartition("/")[0]
         recorded = request.headers.get(HEADER_SESSION_RECORD) != "off"
@@ -159,7 +155,7 @@ class Sessions(RolloutSource):
         return session
 
     async def _begin(self, application: str, name: str | None, *, recorded: bool) -> ActiveSession:
-        """The open session of this name, else a new one; without a name one that ends with its first reply."""
+        """The open session of this name, else a new one, which without a name ends with its first reply."""
         place = secrets.token_hex(12) if name is None else self.keys.place_of(application, name)
         async with self._beginning:
             session = self._named.get(place)
@@ -176,7 +172,7 @@ class Sessions(RolloutSource):
         return session
 
     async def _has_opted_out(self, place: str) -> bool:
-        """True if the sessions of a name are not to be stored, or if the store cannot be read."""
+        """True if a name's sessions must not be stored, or the store cannot be read."""
         try:
             return bool(await self._store.erased([place]))
         except StoreError as error:
@@ -184,7 +180,7 @@ class Sessions(RolloutSource):
             return True
 
     async def _of_id(self, id: str, application: str) -> ActiveSession:
-        """The session of an id, for a request that has its key: open, as the store has it, or not stored."""
+        """The session of an id, for a request with its key: the live one, else the store's, else an unstored one."""
         async with self._beginning:
             session = self._alive.get(id)
             if session is not None:
@@ -207,7 +203,7 @@ class Sessions(RolloutSource):
         return self._active(rollout, attempt, recorded=recorded)
 
     async def _recall(self, rollout: Rollout) -> ActiveSession | None:
-        """A session of the store with what its calls left behind, to go on with; None if it has none."""
+        """A session as the store has it, to go on with; None if it has no attempt."""
         attempts = await self._store.attempts(rollout.id)
         if not attempts:
             return None
@@ -235,7 +231,7 @@ class Sessions(RolloutSource):
         return session
 
     async def _find(self, application: str, name: str) -> Rollout:
-        """An application's session by its id or name; of several of one name, the latest.
+        """An application's session by its id, or the latest by its name.
 
         ApiError 404 if there is none, 410 if it was deleted, 403 if it is another application's.
         """
@@ -269,7 +265,7 @@ class Sessions(RolloutSource):
         return rollout
 
     async def end(self, session: ActiveSession, by: str) -> None:
-        """End a session, durably once the store can be written; one that has ended stays as it is."""
+        """End a session, durably once the store can be written. An ended one stays as it is."""
         if not session.closed:
             session.closed = True
             if self._named.get(session.rollout.group) is session:
@@ -280,7 +276,7 @@ class Sessions(RolloutSource):
             self._open.pop(session.id, None)
 
     async def _delete(self, ids: Collection[str]) -> int:
-        """Remove sessions for good; returns how many had anything recorded. ApiError 404 if one never was here."""
+        """Remove sessions for good; the number that had records. ApiError 404 if one never was here."""
         await check_known(self._store, [id for id in ids if id not in self._alive])
         for session in [session for id in ids if (session := self._alive.get(id)) is not None]:
             session.recorded = False
@@ -291,13 +287,13 @@ class Sessions(RolloutSource):
         return removed
 
     async def _opt_out(self, session: ActiveSession) -> None:
-        """Store nothing of a session any more, nor of others of its name, and remove what is stored."""
+        """Store nothing more of a session or its name, and remove all that is stored."""
         session.recorded = False
         await session.wait_until_written()
         await self._erase_soon((session.id, session.rollout.group))
 
     async def _erase_soon(self, ids: Collection[str]) -> None:
-        """Erase these and what could not be erased before; if the store fails, this is tried again later."""
+        """Erase these, and all that earlier tries left; if the store fails, a later call tries again."""
         self._unerased.update(ids)
         if not self._unerased:
             return
@@ -318,7 +314,7 @@ class Sessions(RolloutSource):
                 logger.error("Sessions could not be looked after: %s", error, exc_info=trace)
 
     async def _look(self) -> None:
-        """End sessions that are idle, write ends that could not be written, and remove old sessions."""
+        """End idle sessions, write ends that failed before, and remove old sessions."""
         before = time.time() - self._settings.idle_minutes * 60
         for session in list(self._open.values()):
             if session.closed or (session.used < before and not session.asking):
@@ -331,7 +327,6 @@ class Sessions(RolloutSource):
             self._removed = time.monotonic()
 
     async def _answer_begin(self, application: str, body: BeginSession) -> SessionReply:
-        """A session that may have several calls; it is in the store before its first one, if it can be."""
         session = await self._begin(application, body.name or secrets.token_hex(12), recorded=body.record)
         await session.keep(self._store)
         key = self.keys.of(Purpose.SESSION, application, session.id)
@@ -347,9 +342,9 @@ class Sessions(RolloutSource):
         return DeleteReply(deleted=await self._delete(body.sessions))
 
     async def _answer_feedback(self, application: str, request: FeedbackRequest) -> FeedbackReply:
-        """Record feedback on a session of this application, durably, however late, and once.
+        """Record feedback durably, once, however late.
 
-        ApiError 404 or 410 if there is no such call or session (any more), 403 if it is another application's.
+        ApiError 404 or 410 if the call or session is unknown or deleted, 403 if it is another application's.
         """
         name = request.session
         if request.call is not None:
@@ -390,7 +385,6 @@ async def check_known(store: Store, ids: Collection[str]) -> None:
 
 
 async def _stored(store: Store, id: str) -> Rollout | None:
-    """The session of this id, as the store has it."""
     try:
         rollout = await store.rollout(id)
     except StoreRefusedError:
@@ -399,7 +393,7 @@ async def _stored(store: Store, id: str) -> Rollout | None:
 
 
 def _checked_name(name: str | None) -> str | None:
-    """The name that an application gave a session, if any. ApiError 400 if it cannot be one."""
+    """The name itself. ApiError 400 if an application's name for a session cannot be one."""
     if name is not None and not re.fullmatch(SESSION_NAME.removesuffix("$"), name):
         raise ApiError(
             400,

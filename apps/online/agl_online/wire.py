@@ -1,4 +1,4 @@
-"""The requests about sessions of real use: of applications, of what collects feedback, of operators; and their keys."""
+"""Requests of applications, feedback collectors and operators about sessions of real use, and their keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False, ge=-1e6, le=1e6
 
 
 class Purpose(StrEnum):
-    """What a key of an application is for."""
+    """The purpose of an application's key."""
 
     APPLICATION = "application"
     """Model calls of the application, which are recorded as sessions; beginning and ending these."""
@@ -126,15 +126,15 @@ class ApplicationKeys:
 
     server: Keys
     applications: Mapping[str, int]
-    """By name, the number of its keys: another number makes other keys."""
+    """The number of keys by name: another number makes other keys."""
 
     def of(self, purpose: Purpose, application: str, session: str = "") -> str:
-        """The key of an application for a purpose: one for each session, if it is for sessions."""
+        """An application's key for a purpose; `Purpose.SESSION` has one for each session."""
         own = f"{purpose}/{self.applications[application]}/{application}"
         return self.server.derive(f"{own}/{session}" if session else own)
 
     def place_of(self, application: str, name: str) -> str:
-        """A stand-in for the name that an application gave a session, in ids; it does not reveal the name."""
+        """A stand-in for a session's name in ids, which does not reveal the name."""
         return hmac.digest(self.server.secret.encode(), f"name/{application}/{name}".encode(), "sha256").hex()[:24]
 
     def find_holder(self, purpose: Purpose, request: Request, session: str = "") -> str | None:
