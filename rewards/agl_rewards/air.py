@@ -1,9 +1,9 @@
 """AIR, automatic intermediate rewarding: tool results become rewards (Agent Lightning, arXiv 2508.03680).
 
-It has two forms. The reward rule `tool_results` adds rewards of single calls, which any credit rule then shares out.
-The credit rule `air` mixes a call's tool results with the rollout's terminal reward. The capability check refuses both
-together, because a tool result counts once. Both count a response whose own tool calls did not parse as one failure.
-Tool results are those that adapters report, else those of the conversation (`agl_core.learning.tool_results`).
+The reward rule `tool_results` adds rewards of single calls, which any credit rule then shares out. The credit rule
+`air` mixes a call's tool results with the rollout's terminal reward. The capability check refuses both together,
+because a tool result counts once. In both, tool calls of a response that did not parse are one failure. Adapters report
+tool results; without a report, the conversation's count (`agl_core.learning.tool_results`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def air(
     Conserves: the value lies between status_t and R, and is R if α = 0 or the call has no tool result (with the return
     this is `identical`); if α < 1 a larger R always gives a larger value.
     """
-    of_rollout = _terminal if reward == "terminal" else episode_return
-    return [_mixed(episode, alpha, of_rollout(episode)) for episode in episodes]
+    if reward == "terminal":
+        return [_mixed(episode, alpha, episode.terminal or 0.0) for episode in episodes]
+    return [_mixed(episode, alpha, episode_return(episode)) for episode in episodes]
 
 
 class ToolResultsOptions(BaseModel):
@@ -77,10 +78,6 @@ def tool_results(options: ToolResultsOptions) -> Callable[[Episode], list[Reward
         ]
 
     return reward_calls
-
-
-def _terminal(episode: Episode) -> float:
-    return episode.terminal or 0.0
 
 
 def _mixed(episode: Episode, alpha: float, whole: float) -> list[float]:

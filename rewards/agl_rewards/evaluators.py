@@ -145,7 +145,7 @@ def token_f1(episode: Episode, *, field: AnswerField = "result") -> float:
 def word_f1(text: str, expected: str) -> float:
     """Word F1 of two texts; an empty text is expected only where the expected one is empty.
 
-    Where the expected text has nothing but articles ("A", of several choices) or punctuation, these count.
+    Articles and punctuation count if the expected text has nothing else ("A", of several choices).
 
     >>> word_f1("the cat sat", "A cat sat down!")
     0.8
@@ -159,7 +159,7 @@ def word_f1(text: str, expected: str) -> float:
 
 
 def _words(text: str) -> list[list[str]]:
-    """The words of a text, without articles and punctuation; with articles; with both."""
+    """The words without articles and punctuation; with articles; with both."""
     lower = text.lower()
     plain = lower.translate(_NO_PUNCTUATION)
     return [_ARTICLES.sub(" ", plain).split(), plain.split(), lower.split()]

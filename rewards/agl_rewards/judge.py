@@ -1,7 +1,6 @@
 """A language model as judge of an answer, behind any OpenAI-compatible endpoint.
 
-`Question` and `JudgeModel` put a question to such a model and read its reply; `judge` asks for one score, and
-`relative_judge` (`agl_rewards.relative`) for those of a whole group.
+`JudgeModel` answers a `Question`: `judge` asks for one score, `relative_judge` (`agl_rewards.relative`) for a group's.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _AT_ONCE = 8
 _MAX_ANSWERS = 10_000
 """Answers kept in memory; the oldest goes first."""
 _REPLY_SECONDS = 300.0
-"""Beyond what a model needs that reasons first; the rule's `time_limit` is shorter where one is set."""
+"""Enough for a model that reasons first; the rule's `time_limit` may be shorter."""
 _NOT_ONLY_TEXT = re.compile(r"<|\[(?=/?[A-Z])|[\x85\u2028\u2029\ud800-\udfff]")
 """The start of a chat template's control tokens (`<|im_start|>`, `</s>`, `[INST]`), which servers also find in text,
 ends of a line that JSON does not escape, and half a surrogate pair, which cannot be sent."""
@@ -44,10 +43,10 @@ _NO_SUCH_FORMAT = frozenset({httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_
 
 
 class JudgeError(AglError, RuntimeError):
-    """The judge cannot be reached, or does not answer with the numbers that it was asked for."""
+    """The judge cannot be reached, or does not answer with the requested numbers."""
 
     reply = ""
-    """The reply that was refused, if there was one."""
+    """The refused reply, if any."""
 
     def quotes(self, text: str) -> bool:
         """True if the last JSON object of the refused reply stands in `text`, which dictated that verdict."""
@@ -80,20 +79,19 @@ class JudgeOptions(BaseModel):
 class Question:
     """A question to a judge, which is answered with a number for each label.
 
-    The material comes from the agent under training, which would gain by addressing its judge. It is JSON between two
-    lines that it cannot know, without control tokens of chat templates. Nor can it know the labels, which are drawn for
-    each request: a verdict that it dictates has others, and is refused.
+    The agent under training wrote the material, and would gain by addressing its judge. So it is JSON between two lines
+    that it cannot know, without control tokens of chat templates; and labels are drawn for each request, so a verdict
+    that it dictates has others, and is refused.
     """
 
     task: str
-    """The judge's task, and the contents of the material."""
     material: Json
     labels: Sequence[str]
     ranked: bool = False
     """The numbers are ranks, 1 for the best; else scores, from 0 to `SCALE`."""
 
     def messages(self, rubric: str, fault: str | None = None) -> list[dict[str, str]]:
-        """The request; `fault` is what was wrong with an earlier reply to it."""
+        """The request; `fault` is the reason why an earlier reply was refused."""
         text = json.dumps(self.material, ensure_ascii=False)
         text = _NOT_ONLY_TEXT.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
         fence = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -122,9 +120,7 @@ class Question:
         return {"type": "json_schema", "json_schema": {"name": "judgement", "strict": True, "schema": schema}}
 
     def numbers_in(self, reply: str) -> list[float]:
-        """The numbers that a reply ends with, in the order of the labels. ValueError with the fault if it does not.
-
-        A model may think aloud before them.
+        """The numbers that a reply ends with, in the order of the labels. ValueError with the fault if it lacks them.
 
         >>> question = Question("Judge both.", ["Paris", "Lyon"], ["b3f2", "c01d"])
         >>> question.numbers_in('The first is right. {"c01d": 2.5, "b3f2": 10}')
@@ -153,18 +149,17 @@ AskWithLabels: TypeAlias = Callable[[Sequence[str]], Question]
 class JudgeModel:
     """A language model that answers questions, each once.
 
-    Answers are kept by a hash of endpoint, model and question, and who asks the same at the same time shares one
-    request, whether it succeeds or fails. If one of them is cancelled, the request continues for the others and for the
-    cache. A request asks for a reply in a JSON schema (`response_format`), or for JSON alone if the endpoint refuses
-    that. It is sent again, twice at most, if the endpoint is busy or fails, and once if the reply is refused, with the
-    fault.
+    Answers are kept by a hash of endpoint, model and question. The same question at the same time is one request, also
+    if it fails; if one asker is cancelled, it continues for the others and the cache. A request asks for a JSON schema
+    (`response_format`), or for JSON alone if the endpoint refuses that. It is sent again twice at most if the endpoint
+    is busy or fails, and once, with the fault, if the reply is refused.
     """
 
     def __init__(self, options: JudgeOptions) -> None:
         self._options = options
         self._headers = _authorization(options.api_key_env)
         self._answers: dict[str, asyncio.Task[list[float]]] = {}
-        """By content hash: those that are there, and those that are on their way."""
+        """By content hash, with those under way."""
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._calls = 0
         self._has_format = True
@@ -190,7 +185,7 @@ class JudgeModel:
             del self._answers[next(iter(self._answers))]
 
     async def _answer(self, key: str, count: int, ask: AskWithLabels) -> list[float]:
-        """The answer that `cache` has; else that of the model. A damaged file is replaced."""
+        """The answer from `cache`, else from the model. A damaged file is replaced."""
         file = None if self._options.cache is None else self._options.cache / key
         with contextlib.suppress(FileNotFoundError, TypeError, ValueError):
             if file is not None:
@@ -263,8 +258,7 @@ def judge(options: JudgeOptions) -> Callable[[Episode], Awaitable[float]]:
         rubric = "Polite, and it answers the question."
         cache = "judgements"
 
-    An answer scores 0 if the judge copies a verdict from it, though asked twice. Any other JudgeError drops the episode
-    with its reason.
+    An answer scores 0 if the judge twice copies a verdict from it. Any other JudgeError drops the episode.
     """
     model = JudgeModel(options)
     task = (

@@ -1,4 +1,4 @@
-"""The package's components. Those that a decorator made need no more than being here."""
+"""The package's components; importing those that a decorator made registers them."""
 
 from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import Register
@@ -17,7 +17,7 @@ from agl_rewards.sql import sql_match as sql_match
 
 @hookimpl
 def register_components(register: Register) -> None:
-    """The rules that are made once for a run, from their settings."""
+    """Register the rules that are made once for a run, from their settings."""
     register(kinds.REWARD, "judge", judge, options=JudgeOptions)
     register(kinds.REWARD, "relative_judge", relative_judge, options=RelativeJudgeOptions, needs={Capability.GROUPS})
     register(kinds.REWARD, "tool_results", tool_results, options=ToolResultsOptions, provides={Capability.TOOL_RESULTS})

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 _KEY = "reasoning_gym"
-"""In a task's metadata: what makes its dataset again, and its place there."""
+"""The key of a task's metadata with its dataset and index."""
 
 _APART = 1 << 24
-"""Between the seeds of two datasets. Task i of seed s is task i - 1 of seed s + 1, so the seeds must be far apart."""
+"""The distance of two datasets' seeds: task i of seed s is task i - 1 of seed s + 1."""
 _HELD_OUT = 1000
 """Tasks of the split eval, whose seed is 0; [eval] tasks takes the first of them."""
 
@@ -60,8 +60,7 @@ def reasoning_gym_tasks(
 class Verified(IsolatedRule):
     """The score of the agent's result by the dataset's own verifier, from 0 to 1; 0 without a result.
 
-    Several verifiers hand the answer to `eval` or SymPy, so they run in a sandbox. An answer on which the verifier
-    raises or exceeds a limit is wrong.
+    Several verifiers hand the answer to `eval` or SymPy, so they run in a sandbox; an error or limit there scores 0.
     """
 
     async def __call__(self, episode: Episode, time_limit: float = SANDBOX_SECONDS) -> float:

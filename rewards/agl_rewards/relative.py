@@ -1,7 +1,6 @@
 """A language model that compares the rollouts of a task, as ART's RULER does.
 
-Asked about one answer at a time, a judge uses its scale as it sees fit at that call. Rollouts of a group are compared
-with each other, so their scores need one scale, and get it from one request.
+A judge's scale differs from call to call. Rollouts of a group need one scale, and get it from one request.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from agl_rewards.evaluators import text_of
 from agl_rewards.judge import SCALE, JudgeError, JudgeModel, JudgeOptions, Question
 
 Said: TypeAlias = tuple[str, str]
-"""A speaker and a text: of a message, of a tool call, or of what the agent returned."""
+"""A speaker and a text: a message, a tool call, or the agent's result."""
 
 _SHORTEST = 200
-"""Characters that a text is not cut below, however many there are; those in the middle go instead."""
+"""Characters that a text is not cut below; if there are too many texts, the middle ones go instead."""
 
 
 class RelativeJudgeOptions(JudgeOptions):
@@ -54,8 +53,8 @@ def relative_judge(options: RelativeJudgeOptions) -> GroupRewardRule:
     The reward is the score; or, of a ranking, the share of the other rollouts that are worse, where a tie counts half.
     A single rollout, as evaluations have it, is scored by the rubric alone, also if others are ranked.
 
-    A rollout from which the judge copies a verdict, though asked twice, is the worst, and the others are compared
-    without it. Any other JudgeError drops the group with its reason.
+    A rollout from which the judge twice copies a verdict is the worst, and the others are compared without it. Any
+    other JudgeError drops the group.
     """
     model = JudgeModel(options)
 
@@ -81,7 +80,7 @@ def relative_judge(options: RelativeJudgeOptions) -> GroupRewardRule:
 
 
 def shares_beaten(ranks: Sequence[float]) -> list[float]:
-    """For each of several ranks the share of the others that are worse; 1 is the best rank, and a tie counts half.
+    """For each rank the share of the others that are worse; 1 is the best rank, a tie counts half.
 
     >>> shares_beaten([1, 3, 2]), shares_beaten([1, 2, 2]), shares_beaten([5, 5])
     ([1.0, 0.0, 0.5], [1.0, 0.25, 0.25], [0.5, 0.5])
@@ -97,7 +96,7 @@ def _question(
     is_ranked: bool,
     labels: Sequence[str],
 ) -> Question:
-    """The comparison of these transcripts, all different, of the task of an episode; the labels are in their order."""
+    """The comparison of these transcripts of an episode's task, all different, labelled in their order."""
     alike = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*transcripts, strict=False))
     shared = [said for said, *_ in alike] if len(transcripts) > 1 else []
     own = [_shortened(transcript[len(shared) :], options.max_characters) for transcript in transcripts]
@@ -119,9 +118,9 @@ def _question(
 
 
 def _transcript(episode: Episode) -> tuple[Said, ...]:
-    """What was said and done in a rollout, each message once, and what the agent returned.
+    """A rollout's messages and tool calls, each once, and the agent's result.
 
-    A call's prompt repeats the messages of earlier calls: a message counts as said before if all before it does too.
+    A call's prompt repeats earlier messages: one that follows the same messages as before is a repetition.
     """
     transcript: list[Said] = []
     conversations: set[int] = set()
@@ -137,7 +136,7 @@ def _transcript(episode: Episode) -> tuple[Said, ...]:
 
 
 def _dictates(transcript: Sequence[Said], refused: JudgeError) -> bool:
-    """True if the judge copied its refused verdict from what the model said or read, not from the task."""
+    """True if the judge copied its refused verdict from a text of the rollout, not from the task."""
     return any(refused.quotes(text) for speaker, text in transcript if speaker not in ("system", "developer", "user"))
 
 
@@ -151,7 +150,7 @@ def _said(message: Mapping[str, Any]) -> Iterator[Said]:
 
 
 def _shortened(transcript: Sequence[Said], characters: int) -> list[list[str]]:
-    """A transcript with about so many characters at most: the longest texts lose their middle, as do very many."""
+    """A transcript of at most about so many characters: long texts, and long transcripts, lose their middle."""
     side = characters // _SHORTEST // 2
     if (cut := len(transcript) - 2 * side) > 0:
         transcript = (*transcript[:side], ("cut", f"… {cut} messages …"), *transcript[-side:])

@@ -23,7 +23,7 @@ from agl_rewards.evaluators import expected_answer
 
 Row: TypeAlias = tuple[Any, ...]
 Columns: TypeAlias = Set[tuple[str, str]]
-"""Of a query: the tables and columns that it names; a column is empty where only rows are counted."""
+"""The tables and columns that a query names; a column is empty where only rows are counted."""
 
 _READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
 _MAX_ROWS = 100_000
@@ -40,7 +40,7 @@ _TABLES = f"""
 """
 """Tables that are not virtual, and the columns of their keys if they have no row ids."""
 _MAX_BYTES = 10_000_000
-"""Bytes of all rows of one query in JSON. The sandbox bounds the memory that they take before."""
+"""Bytes of one query's rows in JSON; the sandbox bounds their memory before."""
 
 
 @agl_core.reward_rule

@@ -1,10 +1,9 @@
 """Trials of a new version before it may answer sessions: the gate by held-out tasks, then a canary by some sessions.
 
-The gate compares two evaluations task by task. A canary's sessions come one by one, and the question is asked after
-each. So its bounds hold at all times at once: confidence sequences for means of bounded values by betting (Waudby-Smith
-and Ramdas, "Estimating means of bounded random variables by betting", 2024, arXiv 2010.09686, section 4). The values
-are differences between sessions of both versions that ended beside each other, so that a change of what users want,
-which both see, says nothing.
+The gate compares two evaluations task by task. A canary is judged after each session, so its bounds hold at all times
+at once: confidence sequences for means of bounded values by betting (Waudby-Smith and Ramdas, "Estimating means of
+bounded random variables by betting", 2024, arXiv 2010.09686, section 4). The values are differences between sessions of
+both versions that ended beside each other, so that a change in users' wishes, which both see, says nothing.
 """
 
 from __future__ import annotations
@@ -33,36 +32,32 @@ _SOLVED = 1.0
 _MIN_TASKS = 20
 """Tasks of a set that both versions need: the interval of the difference takes means for normal."""
 _MAX_KL = 0.5
-"""How far a version may be from the served one in nats per token, by the served version's sampled replies."""
+"""Nats per token from the served version, by its sampled replies."""
 _MAX_LENGTH = 2.0
-"""How many times as long responses may be."""
+"""The new length of responses over the served version's."""
 _MAX_RISES = {
     "tool_results/failed": (0.1, "tool calls that fail"),
     "answers/empty": (0.05, "empty answers"),
     "answers/refused": (0.05, "answers that refuse"),
     "answers/question": (0.2, "answers that end with a question"),
 }
-"""By how much shares may rise at the gate that a policy may learn to raise in order to raise the reward."""
+"""The largest rise at the gate of shares that a policy may learn to raise for its reward."""
 _OF_SESSIONS = ("tool_results/failed", "answers/empty")
-"""Those that a canary's sessions may not raise either."""
+"""The shares that limit a canary's sessions too."""
 _POINTS = 400
-"""The bounds are found on a grid of so many steps from 0 to 1, and rounded to the safe side."""
+"""Steps from 0 to 1 of the grid on which bounds are found; they are rounded to the safe side."""
 _BOLDEST = 0.75
 """The share of its capital that a bet may lose."""
 _MAX_SESSIONS = 2000
 """Rewarded sessions of a canary without a decision, after which it is rolled back."""
 _REASONS = 1 + len(_OF_SESSIONS)
-"""A rollback has so many reasons: the reward, and each of these shares."""
+"""Possible reasons of a rollback: the reward, and each of these shares."""
 
 
 def decide_at_gate(
     step: int, candidate: Evaluated, incumbent: Evaluated, settings: GateSection, *, divergence: Mapping[str, float]
 ) -> Decision:
-    """The decision on a candidate at the gate, with its figures.
-
-    `candidate` and `incumbent` are evaluations of both versions on the same tasks, `divergence` how far apart they
-    are.
-    """
+    """The decision on a candidate, by evaluations of both versions on the same tasks and `measure_divergence`."""
     figures, reasons = {**divergence}, list[str]()
     comparisons = compare(candidate.scores, incumbent.scores, _SOLVED)
     for comparison in comparisons:
@@ -84,7 +79,7 @@ def decide_at_gate(
             )
 
     def of_both(name: str) -> Iterator[tuple[str, float, float]]:
-        """A metric in each set and mode: where it was measured, and its values before and now."""
+        """A metric in each set and mode: the set and mode, its value before and now."""
         for key, now in candidate.metrics.items():
             if key.endswith(f"/{name}"):
                 before = incumbent.metrics.get(key, 0.0)
@@ -119,10 +114,10 @@ async def measure_divergence(
 ) -> dict[str, float]:
     """KL(served ‖ new) in nats per token, by held-out set and mode: `eval/sampled/kl`.
 
-    `episodes` are of the served version, by set and mode, and the engine holds the weights of the new one. For a
-    recorded token with d = log π_new − log π_served it is the mean of exp(d) − 1 − d, which is never negative (k3 of
-    Schulman, "Approximating KL divergence", 2020). A greedy reply is no sample of a distribution, and so is not
-    counted; nor is one without exact log-probabilities. Without any other reply there is no figure.
+    `episodes` are of the served version, by set and mode; the engine holds the new weights. It is the mean over
+    recorded tokens of exp(d) − 1 − d with d = log π_new − log π_served, which is never negative (k3 of Schulman,
+    "Approximating KL divergence", 2020). Greedy replies, which are no samples of a distribution, and replies without
+    exact log-probabilities do not count; without others there is no figure.
     """
     figures = {}
     for where, evaluated in episodes.items():
@@ -140,22 +135,20 @@ class Outcome:
     """The outcome of one session."""
 
     version: int
-    """The version that answered it."""
     name: str
     """`Rollout.group`, which ties sessions of one name."""
     reward: float | None
     """None: no user gave any."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Of its tool calls and answers, by `_OF_SESSIONS`; 0 where there is none."""
+    """Failed tool calls and empty answers, by `_OF_SESSIONS`; 0 where there are none."""
 
 
 def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings: CanarySection) -> Decision | None:
     """The decision by the sessions since the canary began: promote it, roll it back, or (None) go on.
 
     `outcomes` are those of sessions that began after the canary did, in the order of their ends. Asked after every
-    session, a canary whose mean reward is lower by `tolerance` or more is promoted with a probability of at most
-    `error`. One that is as good in every respect is rolled back with a probability of at most `error`, apart from those
-    that end undecided.
+    session, it promotes a canary whose mean reward is lower by `tolerance` or more with a probability of at most
+    `error`, and rolls back one that is as good in every respect with at most `error`, but for `_MAX_SESSIONS`.
     """
     first: dict[tuple[str, int], Outcome] = {}
     for outcome in outcomes:
@@ -206,10 +199,10 @@ def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings
 
 
 def differences(values: Iterable[tuple[int, float]], canary: int, stable: int) -> NDArray[np.float64]:
-    """Of one block of sessions after another, by how much the canary's mean value is above the stable version's.
+    """The canary's mean value minus the stable version's, in each block of sessions.
 
     `values` are between 0 and 1, one of each session with its version. A block ends as soon as it has sessions of both
-    versions, whatever their values are; so the expectation of each difference is that of the versions.
+    versions, whatever their values, so each difference has the expectation of the versions' difference.
     """
     changes = []
     block: dict[int, list[float]] = {canary: [], stable: []}
@@ -224,10 +217,10 @@ def differences(values: Iterable[tuple[int, float]], canary: int, stable: int) -
 
 
 def lower_bound(values: NDArray[np.float64], error: float, smallest: float = 0.0) -> float:
-    """A number that the mean of such values is above, at all times at once, but for a probability of `error`.
+    """A number that the mean of values in `smallest` … 1 is above, at all times at once, but with probability `error`.
 
-    The values are between `smallest` and 1, in their order. A bet on each against a mean of m wins or loses; its
-    capital is a martingale if m is the mean, and passes 1/error with a probability of `error` at most (Ville).
+    The capital of bets on each value against a mean of m is a martingale if m is the mean, and then passes 1/error with
+    a probability of `error` at most (Ville).
 
     >>> lower_bound(np.ones(200), 0.05) > 0.95, lower_bound(np.zeros(200), 0.05)
     (True, 0.0)
@@ -252,15 +245,15 @@ _UNSCORED = frozenset({DropReason.NO_REWARD, DropReason.PLUGIN, DropReason.REWAR
 
 
 class Outcomes:
-    """Reads them from the store; what was scored is scored again only when something new was said of it."""
+    """Reads outcomes from the store; a session is scored again only after new feedback on it."""
 
     def __init__(self, session: Session) -> None:
         self._collector, self._run = session.collector, session.run
         self._scored: dict[tuple[str, int], Outcome | None] = {}
-        """By session, and how much was said of it."""
+        """By session, and its number of annotations."""
 
     async def since(self, moment: float, versions: Collection[int]) -> list[Outcome]:
-        """The sessions of these versions that began after this moment and have ended, in the order of their ends."""
+        """Ended sessions of these versions that began after this moment, in the order of their ends."""
         store = self._collector.store
         done = await store.rollouts(run=self._run, mode=Mode.USE, state=RolloutState.DONE)
         ended = await read_ended(store, done)

@@ -1,4 +1,4 @@
-"""The versions of a deployed run: what each is, which decision may follow, and the durable ledger of decisions."""
+"""The versions of a deployed run: their states, which decision may follow, and the durable ledger of decisions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ class LedgerError(AglError, ValueError):
 
 
 class State(StrEnum):
-    """The state of a version."""
-
     CANDIDATE = "candidate"
     """It has a checkpoint, and was not tested."""
     REJECTED = "rejected"
@@ -48,7 +46,7 @@ class By(StrEnum):
     """Who decided."""
 
     START = "start"
-    """It is what the run was deployed with."""
+    """The run was deployed with it."""
     TRAINING = "training"
     """Training wrote a checkpoint."""
     GATE = "gate"
@@ -58,16 +56,15 @@ class By(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """That a version became something, and why."""
+    """The new state of a version, and why."""
 
     step: int
-    """The version: the step of its checkpoint; 0: what training started from."""
+    """The version: its checkpoint's step, 0 for the first weights."""
     state: State
     by: By
     reason: str
     """One sentence for people."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """The numbers that made it."""
     kept: Sequence[int] = ()
     """The versions whose checkpoints are needed from then on, the stable one first; set when it is recorded."""
     time: float = field(default_factory=time.time)
@@ -81,7 +78,7 @@ class Standing:
     decided: Mapping[int, Decision] = field(default_factory=dict)
     """The last decision on each version, by its step."""
     stables: tuple[int, ...] = ()
-    """The versions that were stable and were not rolled back, in their order; the last one is."""
+    """The versions that became stable and were not rolled back, in order; the last one is stable now."""
 
     @property
     def stable(self) -> int | None:
@@ -95,7 +92,7 @@ class Standing:
 
     @property
     def canary(self) -> int | None:
-        """There is one at a time."""
+        """The only canary."""
         return self._latest(State.CANARY)
 
     @property
@@ -115,7 +112,7 @@ class Standing:
         return list(dict.fromkeys(step for step in needed if step is not None))
 
     def state(self, step: int) -> State | None:
-        """The state of a version now; None if nothing was ever decided on it."""
+        """The state of a version; None if nothing was ever decided on it."""
         if step == self.stable:
             return State.STABLE
         if step in self.stables and step != self.canary:
@@ -124,7 +121,7 @@ class Standing:
         return None if decision is None else decision.state
 
     def after(self, decision: Decision) -> Standing:
-        """The same after one more decision."""
+        """The state after one more decision."""
         step, stables = decision.step, self.stables
         others = tuple(stable for stable in stables if stable != step)
         if decision.state is State.STABLE:
@@ -138,7 +135,7 @@ class Standing:
         return max((step for step, decision in self.decided.items() if decision.state is state), default=None)
 
     def problem(self, decision: Decision) -> str | None:
-        """Why a decision makes no sense now; None if it does. Whether the version has a checkpoint is not asked."""
+        """Why a decision makes no sense now; None if it does. Checkpoints are not looked for."""
         step, state, now = decision.step, decision.state, self.state(decision.step)
         if decision.by is By.START:
             return None if self.stable is None else f"Version {self.stable} is stable already."
@@ -169,8 +166,7 @@ class Ledger:
         ledger.record(Decision(20, State.CANDIDATE, By.TRAINING, "a checkpoint was written"))
         ledger.current().stable
 
-    Each decision says which versions are needed after it: so `NAME@stable` means the stable one, and the checkpoints
-    that it needs are kept.
+    Each decision names the versions that it needs: so `NAME@stable` is found, and their checkpoints are kept.
     """
 
     run: Path
@@ -180,9 +176,9 @@ class Ledger:
         return self.run / VERSIONS_FILE
 
     def decisions(self) -> list[Decision]:
-        """All decisions, the oldest first. LedgerError if the file is damaged.
+        """All decisions, the oldest first, without a last line that a kill left incomplete.
 
-        A last line that a kill left incomplete was never decided, and is left out.
+        LedgerError if the file is damaged.
         """
         content = self.file.read_bytes() if self.file.exists() else b""
         decisions = []
@@ -207,11 +203,7 @@ class Ledger:
             self.record(Decision(step, State.STABLE, By.START, reason))
 
     def record(self, decision: Decision) -> Standing:
-        """Write a decision, durably. Returns what the versions are then.
-
-        LedgerError if the decision makes no sense: the gate did not pass the version, another one is the canary,
-        nothing is left to roll back to, …
-        """
+        """Write a decision, durably; returns the new state. LedgerError if it makes no sense (`Standing.problem`)."""
         with open(self.file, "a+b", opener=private.opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)

@@ -45,7 +45,7 @@ class OptimizeSection(Section):
     upstream: ModelServer | None = None
     """The model that answers the agent; absent: the run's policies, which are not updated."""
     budget: int = Field(300, ge=1)
-    """Rollouts at most. Those on held-out sets, before and after, are not counted."""
+    """Rollouts at most, not counting evaluations on held-out sets before and after."""
     patience: int = Field(0, ge=0)
     """Stop after so many candidates in a row without a better one; 0: do not."""
     validation: int = Field(20, ge=1)
@@ -71,12 +71,12 @@ class ServedModel(Engine):
 
 
 class Proposer:
-    """Asks the model that writes prompts. What it answered is kept in `file`: a resumed run gets the same again."""
+    """Asks the model that writes prompts. `file` keeps its replies: a resumed run gets the same again."""
 
     def __init__(self, server: ModelServer, key: str, file: Path) -> None:
         self._server, self._key, self._file = server, key, file
         self._kept = defaultdict[str, deque[str]](deque)
-        """By the digest of the message, the replies of before that were not given yet."""
+        """Replies of before that were not given yet, by the message's digest."""
         for line in file.read_bytes().splitlines() if file.is_file() else ():
             reply = orjson.loads(line)
             self._kept[reply["request"]].append(reply["text"])

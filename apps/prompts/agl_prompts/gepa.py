@@ -1,8 +1,8 @@
 """GEPA: reflective prompt evolution (arXiv 2507.19457), by the authors' package `gepa`.
 
-Each round takes a candidate from the Pareto front, which has for every validation task the candidates that are best
-there; runs it on a minibatch; and has the proposer write one of its prompts anew, from what was said and scored. If the
-new candidate has a higher sum of rewards on the same minibatch, it is run on all validation tasks.
+Each round takes a candidate from the Pareto front (the best ones of every validation task), runs it on a minibatch, and
+has the proposer rewrite one of its prompts from the scored conversations. If the new candidate has a higher sum of
+rewards on the same minibatch, it is run on all validation tasks.
 """
 
 from __future__ import annotations

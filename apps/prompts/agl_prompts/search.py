@@ -3,8 +3,8 @@
     candidate ──▶ rollouts with its texts ──▶ rewards ──▶ a minibatch's conversations ──▶ proposer ──▶ candidate
                                                     └──▶ mean over the validation tasks: the best one is chosen
 
-Every rollout is in the run's store, with the texts that it tried, and every proposal in a file beside it. So a resumed
-run makes the same search again, without repeating a rollout that was done.
+The run's store has every rollout with its texts, and a file beside it every proposal. So a resumed run makes the same
+search again, without repeating a rollout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Candidate: TypeAlias = dict[str, str]
 _MAX_TEXT = 2000
 """Characters of one message, tool result or input that the proposer gets."""
 _MAX_FEEDBACK_TASKS = 1000
-"""Of an endless source."""
+"""Tasks of an endless source."""
 
 
 class SearchOverError(AglError):
@@ -69,16 +69,16 @@ class Search:
         self.seed = {name: prompt.text or prompt.replace or "" for name, prompt in config.prompts.items()}
         self.candidates: list[Candidate] = []
         self.scores: dict[int, float] = {}
-        """The mean return over the validation tasks, by number, of the candidates that had all of them."""
+        """The mean return over the validation tasks, by number of the candidates that ran all of them."""
         self._recorded = {
             rollout.group.removesuffix(f"-r{rollout.restart}"): rollout
             for rollout in recorded
             if rollout.state is RolloutState.DONE and rollout.ending not in (Ending.LOST, Ending.CANCELLED)
         }
-        """By the names of groups (`_name`), as are the episodes of this search."""
+        """By group (`_name`), as are this search's episodes."""
         self._episodes: dict[str, Episode] = {}
         self.spent = 0
-        """Rollouts of the budget that were needed so far, those of before a restart included."""
+        """Rollouts of the budget so far, with those before a restart."""
         self._idle, self._known = 0, 0
 
     @property
@@ -106,7 +106,7 @@ class Search:
                 )
 
     async def evaluate(self, candidate: Candidate, positions: Sequence[int], split: str = "train") -> list[Episode]:
-        """The episodes of a candidate on these tasks; those that are not recorded are run.
+        """The episodes of a candidate on these tasks, recorded or run now.
 
         SearchOverError if the budget does not suffice, or no better candidate came for long.
         """
@@ -147,7 +147,7 @@ class Search:
         return rewards
 
     async def check_progress(self, patience: int) -> None:
-        """Called once a round; SearchOverError if so many rounds in a row brought no new rollout."""
+        """Called once a round; SearchOverError after so many rounds in a row without a new rollout."""
         known, self._known = self._known, len(self._episodes)
         self._idle = self._idle + 1 if known == self._known else 0
         if self._idle >= patience:
@@ -187,7 +187,7 @@ class Search:
 
 
 def _name(candidate: Candidate, position: int, split: str = "train") -> str:
-    """The name of the group of a candidate's rollout on a task."""
+    """The group of a candidate's rollout on a task."""
     digest = blake2b(orjson.dumps(candidate, option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
     return f"{digest}-{position}-{split}"
 
@@ -195,7 +195,7 @@ def _name(candidate: Candidate, position: int, split: str = "train") -> str:
 def described(episode: Episode) -> dict[str, str]:
     """A rollout in words, for the proposer: the task, the conversation with tool results, and the rewards.
 
-    It has the task's metadata too, which the agent does not see: the proposer is to learn what was expected.
+    The task's metadata, which the agent does not see, tell the proposer what was expected.
     """
     lines = []
     for transition in episode.transitions:
