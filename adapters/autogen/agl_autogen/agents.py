@@ -102,8 +102,7 @@ def _carrying(send: Any) -> Any:
 class _ToolRun(ToolRun):
     """A tool runs, by itself or in a workbench, which makes a text of its exception.
 
-    A workbench's tool, or the base class of a tool that overrides it, is the same run: it tells the outer one what it
-    raised.
+    A workbench's tool, or an overridden base class of a tool, is the same run: it tells the outer one its exception.
     """
 
     def __init__(self, tool: str, id: str | None, arguments: Any, of: BaseTool[Any, Any] | Workbench) -> None:

@@ -38,7 +38,7 @@ def dspy() -> None:
 
 
 def _module_run(module: Any, *_: Any, **__: Any) -> AgentRun | None:
-    """One run of a module. What DSPy's own modules are made of, such as the predictors of a `ReAct`, is no agent.
+    """One run of a module. Parts of DSPy's own modules, such as a `ReAct`'s predictors, are no agents.
 
     A module of the user's own runs the tools that its predictors ask for.
     """
@@ -75,7 +75,7 @@ def _path_of(module: Any) -> str | None:
 
 
 class _Executed(ToolRun):
-    """A tool call that the user's own code executes. DSPy puts what the tool raised into an error of its own."""
+    """A tool call that the user's code executes; DSPy wraps the tool's exception."""
 
     def end(self, error: BaseException | None) -> None:
         super().end((error and error.__cause__) or error)

@@ -1,7 +1,7 @@
-"""agl's adapter for Haystack: who makes a call. What the tools did, the conversation shows.
+"""agl's adapter for Haystack: who makes a call. The conversation shows tool results.
 
-Haystack has one place for a tracer, which is the user's. So the function that opens a span of whatever tracer there is
-(of the one that does nothing, too) is wrapped. A span is open in the task or thread of what it is about.
+Haystack's one place for a tracer is the user's, so the function that opens a span of any tracer (also the one that does
+nothing) is wrapped. A span is open in the task or thread of its component, agent or tool.
 """
 
 from __future__ import annotations
@@ -52,10 +52,7 @@ def _seen(trace: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Ab
 
 @contextmanager
 def _inside(operation: str, tags: Mapping[str, Any]) -> Iterator[None]:
-    """In a span, calls are those of what it is about: a component, or an agent, which has no name of its own.
-
-    An agent is known by the tool that it is, or by its place in a pipeline.
-    """
+    """Calls in a span are its component's or agent's. An agent has its tool's name, else its place in a pipeline."""
     kind, span = operation.removeprefix("haystack."), uuid.uuid4().hex
     names = {"component.run": tags.get("haystack.component.name"), "agent.run": _tool.get(), "agent.step": None}
     if kind == "agent.step.tool":

@@ -1,8 +1,8 @@
 """Who calls, what the tools did, and the run's context as state, seen where the SDK has them.
 
-When the SDK's hooks and spans report a tool, an exception has already become a text for the model. So some of its
-inner functions are wrapped (`_SEAMS`). One that another version of the SDK does not have is reported as a problem; the
-agent and the rest go on. What is answered without a run of the tool, the conversation shows.
+When the SDK's hooks and spans report a tool, an exception has already become a text for the model. So inner functions
+are wrapped (`_SEAMS`); one that another version of the SDK lacks is reported as a problem, and the rest goes on. The
+conversation shows answers without a run of the tool.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class _ToolRun:
     tool: Any
     started: float = dataclasses.field(default_factory=time.time)
     error: BaseException | None = None
-    """Its exception."""
     decided: Decided | None = None
     """The status that its MCP server reports, if it reports a failure."""
     result: Any = None
@@ -63,11 +62,10 @@ _running: ContextVar[_ToolRun | None] = ContextVar("agl_openai_agents_tool", def
 
 
 def attach() -> None:
-    """Wrap what the SDK asks models and runs tools with; calling it again changes nothing.
+    """Wrap the functions that ask models and run tools; calling it again changes nothing.
 
-    The SDK's default processor sends its traces to its vendor, whatever endpoint the agent uses. It passes over what
-    happens in rollouts: there the endpoint and its key are agl's, and the data are the user's. A processor of the
-    user's own is left alone.
+    The SDK's default processor sends traces to its vendor, whatever the endpoint. It passes over rollouts, where
+    endpoint and key are agl's, and the data are the user's. A processor of the user's own is left alone.
     """
     processor: Any = default_processor()
     for event in ("on_trace_start", "on_span_end"):
@@ -137,14 +135,14 @@ def _tool_run(*_: Any, function_tool: Any = None, context: Any = None, **__: Any
 
 
 def _note_failure(*_: Any, function_tool: Any, error: BaseException, **__: Any) -> None:
-    """Where an exception becomes a text for the model (`failure_error_function`)."""
+    """Called when an exception becomes a text for the model (`failure_error_function`)."""
     run = _running.get()
     if run is not None and run.tool.name == function_tool.name:  # and not one that this tool calls by itself
         run.error = error
 
 
 def _note_mcp_failure(result: Any) -> None:
-    """Where a result of an MCP server loses its `isError`."""
+    """Called when a result of an MCP server loses its `isError`."""
     run = _running.get()
     if run is not None and (getattr(result, "isError", False) or getattr(result, "is_error", False)):
         run.decided = failure_status("")

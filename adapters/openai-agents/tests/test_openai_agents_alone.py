@@ -8,13 +8,12 @@ from typing import Any
 import agents
 import openai
 import pytest
-from agents import Agent
 
 from agl_core.testing.scripts import CallTools, Say, in_turn
 from agl_core.types import Ending
 from agl_openai_agents import AglProcessor
 
-from .sample_agents import add, broken
+from .sample_agents import add, broken, solver
 
 
 @pytest.fixture
@@ -22,10 +21,6 @@ def processor(detached: None) -> AglProcessor:
     processor = AglProcessor()
     agents.add_trace_processor(processor)
     return processor
-
-
-def solver(*tools: Any, **options: Any) -> Agent[Any]:
-    return Agent(name="solver", instructions="Solve it.", model="m", tools=list(tools), **options)
 
 
 def test_an_agent_with_tools(run_briefly: Any, processor: AglProcessor, server: Any) -> None:

@@ -65,7 +65,7 @@ class _Trace:
     kept: int = 0
     """Bytes of the tools' arguments and results."""
     unrecorded: list[SeenSpan] = field(default_factory=list)
-    """Spans of which the store does not know all."""
+    """Spans that were not recorded in full."""
 
     def add(self, spans: Iterable[Span]) -> tuple[list[ToolResult], dict[str, Identity]]:
         """Tool results and callers that are new or changed because of these spans."""
@@ -85,9 +85,9 @@ class SpanIntake:
     All spans of one export belong to the attempt whose key it carries, whatever attempt they name. Clients send the
     key as `OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY'`.
 
-    Spans come in batches, inner ones before those around them; each may come twice. The first that comes with its ids
-    counts, and what it says of a tool stays: spans around it only add what was left open. What an adapter in the
-    agent's process sent as a header stays. All methods belong to one event loop.
+    Spans come in batches, inner ones before those around them, and may come twice: the first with its ids counts, and
+    spans around it only fill gaps. Headers from an adapter in the agent's process win. All methods belong to one event
+    loop.
     """
 
     def __init__(self, store: Store, leased: Callable[[Request], ActiveAttempt]) -> None:
@@ -97,7 +97,6 @@ class SpanIntake:
         self._warned = False
 
     def routes(self) -> list[Route]:
-        """The route that takes exports."""
         return [Route("/v1/traces", self._answer, methods=["POST"])]
 
     async def _answer(self, request: Request) -> Response:
@@ -107,7 +106,7 @@ class SpanIntake:
             return openai_error(as_answer(error, request.url.path))
 
     async def _export(self, request: Request) -> Response:
-        """Take spans in. What cannot be taken in is counted in the reply, with the reasons; it is not to be resent."""
+        """Take spans in. The reply counts refused spans, which are not to be resent, with the reasons."""
         attempt = self._leased(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in (_JSON, _PROTOBUF):
@@ -127,7 +126,7 @@ class SpanIntake:
         return Response(content, media_type=kind)
 
     async def _take(self, attempt: ActiveAttempt, spans: Sequence[Span]) -> str | None:
-        """Record spans of an attempt; why they were not taken in, if they were not."""
+        """Record spans of an attempt; returns the reason if they were refused."""
         self._traces = {key: trace for key, trace in self._traces.items() if not trace.attempt.closed}
         if attempt.closed:
             if not self._warned:
@@ -169,7 +168,7 @@ class SpanIntake:
 
 
 def _decoded(body: bytes, kind: str) -> tuple[list[Span], Counter[str]]:
-    """The spans of an export, and how many of it were refused for which reason; ApiError if it is no export.
+    """The spans of an export, and the refused ones by reason; ApiError if it is no export.
 
     The ids in OTLP's JSON are hexadecimal, where protobuf's own JSON has base64.
     """

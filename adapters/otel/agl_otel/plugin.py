@@ -68,7 +68,7 @@ OTHERS = (
         ),
     ),
 )
-"""Of frameworks that need nothing switched on, or make no spans."""
+"""Rules for frameworks that need nothing switched on, or make no spans."""
 
 
 @agl_core.adapter("opentelemetry.sdk.trace", status_rules=OTHERS)
@@ -81,7 +81,7 @@ def otel() -> Callable[[], Identity | None]:
 
 @agl_core.hookimpl
 def server_routes(store: Store, leased: Callable[[Request], Any]) -> Iterable[Route]:
-    """Where agents export spans, by OTLP."""
+    """The route for exports by OTLP."""
     from agl_otel.intake import SpanIntake
 
     return SpanIntake(store, leased).routes()

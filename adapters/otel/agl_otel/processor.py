@@ -22,16 +22,16 @@ class AglSpanProcessor(WatchingProcessor, Alone):
 
         provider.add_span_processor(AglSpanProcessor())
 
-    In a rollout it says who makes each call and what the tools did; to put that on the calls' requests, it attaches
-    agl to this process. Outside any rollout, with no server and any endpoint, it keeps the latest `keep` traces that
-    have LLM calls; `episodes` and `transitions` give them as data.
+    In a rollout it reports callers and tool results, and attaches agl to this process, which puts them on requests.
+    Outside any rollout, with no server and any endpoint, it keeps the latest `keep` traces that have LLM calls;
+    `episodes` and `transitions` give them as data.
     """
 
     def __init__(self, keep: int = 1000) -> None:
         WatchingProcessor.__init__(self)
         Alone.__init__(self, keep)
         self._roots: Latest[tuple[str, str], tuple[AloneRollout, IdentityScope]] = Latest()
-        """The running spans that began a rollout: those around them are not of this process, or have ended."""
+        """Running spans that began a rollout: no span around them runs in this process."""
         agl_core.attach([otel])
 
     @guarded

@@ -71,7 +71,7 @@ class Span:
     description: str | None = None
     """The text of its status."""
     events: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
-    """The attributes of its events, by name; of several with one name, the last."""
+    """The attributes of its events, by name; the last of several with one name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class SeenSpan:
     started: float | None
     ended: float | None
     agent: str | None = None
-    """The agent that this span names."""
+    """The agent that it names."""
     node: str | None = None
-    """The graph node that this span is; it counts if no agent is named."""
+    """Its graph node, which counts if no agent is named."""
     is_agent: bool = False
-    """It is the invocation of an agent."""
+    """It invokes an agent."""
     did: ModelCall | ToolResult | None = None
-    """A call, or what one run of a tool did, as far as this span knows it."""
+    """A call, or one run of a tool, as far as this span knows it."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -241,7 +241,7 @@ def _event(span: Span, name: str) -> Mapping[str, Json]:
 
 
 def _text(attributes: Mapping[str, Json], *names: str) -> str | None:
-    """The first of these attributes that is a text with something in it."""
+    """The first of these attributes that is a text and not empty."""
     for name in names:
         value = attributes.get(name)
         if isinstance(value, str) and value:
@@ -250,7 +250,7 @@ def _text(attributes: Mapping[str, Json], *names: str) -> str | None:
 
 
 def agent_of(lineage: Iterable[SeenSpan]) -> str | None:
-    """The nearest agent in a span and those around it (innermost first); without any, the nearest graph node."""
+    """The nearest agent in a lineage (innermost first), else the nearest graph node."""
     node = None
     for span in lineage:
         if span.agent is not None:
@@ -260,7 +260,7 @@ def agent_of(lineage: Iterable[SeenSpan]) -> str | None:
 
 
 def identity_of(lineage: Sequence[SeenSpan]) -> Identity:
-    """Who makes a call inside these spans (innermost first), with the nearest span around it that is not a call."""
+    """The caller inside these spans (innermost first), with the nearest span that is not a call as parent."""
     calls = [span for span in lineage if isinstance(span.did, ModelCall)]
     around = next((span for span in lineage if not isinstance(span.did, ModelCall)), None)
     # The outermost call's parent may not be known here (another process has it), but the call says its id.
@@ -269,13 +269,13 @@ def identity_of(lineage: Sequence[SeenSpan]) -> Identity:
 
 
 def outermost_call(lineage: Iterable[SeenSpan]) -> SeenSpan:
-    """Of a call's span and those directly around it that are calls too, the outermost: they are the same call."""
+    """The outermost of a call's span and the calls directly around it, which are the same call."""
     *_, outermost = itertools.takewhile(lambda span: isinstance(span.did, ModelCall), lineage)
     return outermost
 
 
 def outermost_execution(lineage: Iterable[SeenSpan]) -> SeenSpan:
-    """Of a tool's span and those around it, the outermost that is the same run of the tool.
+    """The outermost span of the same run of a tool.
 
     Two instrumentations may each have a span for it: with the same tool, and with ids that agree or are missing.
     """
@@ -292,7 +292,7 @@ def outermost_execution(lineage: Iterable[SeenSpan]) -> SeenSpan:
 
 
 def tool_result_of(spans: Sequence[SeenSpan], agent: str | None) -> ToolResult:
-    """The tool result of one run of a tool, from the spans that saw it: the outermost first, the innermost last."""
+    """The tool result of one run of a tool, from its spans, outermost first."""
     # Its id stays the same when spans around it come in later.
     first = min(spans, key=lambda span: span.ended or 0.0)
     seen = [span.did for span in spans if isinstance(span.did, ToolResult)]
@@ -319,13 +319,13 @@ class SpanTree:
         self._inner: dict[tuple[str, str], list[SeenSpan]] = {}
         """The spans directly below one, which may not be there yet."""
         self._lineages: dict[tuple[str, str], list[SeenSpan]] = {}
-        """Lineages of spans that were looked at since spans were added last."""
+        """A cache, emptied when spans are added."""
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def add(self, spans: Iterable[SeenSpan]) -> list[SeenSpan]:
-        """Add spans; later ones with the same ids change nothing. Those of which more is known now than before."""
+        """Add spans, but for known ids; returns the new spans and all below them."""
         new = []
         self._lineages.clear()
         for span in spans:
@@ -347,7 +347,7 @@ class SpanTree:
         return sorted(inside.values(), key=lambda span: span.started or 0.0)
 
     def lineage(self, span: SeenSpan) -> list[SeenSpan]:
-        """The span and those around it, as far as they are known; innermost first."""
+        """The span and the known ones around it, innermost first."""
         if span.key not in self._lineages:
             lineage: dict[tuple[str, str], SeenSpan] = {}
             outer: SeenSpan | None = span
@@ -358,7 +358,7 @@ class SpanTree:
         return self._lineages[span.key]
 
     def callers(self, spans: Iterable[SeenSpan]) -> dict[str, Identity]:
-        """Who made the calls of these spans, by the id of the reply."""
+        """The callers of these spans' calls, by the id of the reply."""
         callers = {}
         for seen in self._seen_together(spans, ModelCall, outermost_call):
             calls = [(span.did.response_id, span) for span in seen if isinstance(span.did, ModelCall)]
@@ -368,7 +368,7 @@ class SpanTree:
         return callers
 
     def tool_results(self, spans: Iterable[SeenSpan]) -> list[ToolResult]:
-        """The results of the tools of these spans, in the order in which the tools started."""
+        """These spans' tool results, in the order in which the tools started."""
         runs = self._seen_together(spans, ToolResult, outermost_execution)
         return [tool_result_of(seen, agent_of(self.lineage(seen[-1]))) for seen in runs]
 
@@ -378,7 +378,7 @@ class SpanTree:
         kind: type[ModelCall | ToolResult],
         outermost: Callable[[list[SeenSpan]], SeenSpan],
     ) -> list[list[SeenSpan]]:
-        """All spans of each call, or run of a tool, which several instrumentations may have seen: outermost first."""
+        """The spans of each call or run of a tool (several instrumentations may see it), outermost first."""
         groups: dict[tuple[str, str], list[SeenSpan]] = {
             root.key: [] for span in spans if isinstance(span.did, kind) and (root := outermost(self.lineage(span)))
         }

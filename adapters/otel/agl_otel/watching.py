@@ -23,10 +23,7 @@ _NANO = 1e-9
 
 
 def plain(span: ReadableSpan) -> Span:
-    """The span as it is now; it may still be running.
-
-    ValueError if it has no context, which no span of a tracer lacks.
-    """
+    """The span as it is now, running or not. ValueError without a context, which every tracer's span has."""
     context = span.get_span_context()
     if context is None:
         raise ValueError(f"The span '{span.name}' has no context.")
@@ -51,7 +48,7 @@ class _Node:
     span: SdkSpan
     outer: _Node | None
     recording: Recording | None = None
-    """Of the attempt that the span belongs to."""
+    """That of the span's attempt."""
     same: list[tuple[int, SeenSpan]] = field(default_factory=list)
     """Spans below it that are the same run of a tool, by depth."""
 
@@ -72,7 +69,7 @@ class RunningSpans:
         self._nodes: Latest[_Key, _Node] = Latest()
 
     def start(self, span: SdkSpan, outer: trace.Span) -> bool:
-        """A span starts; whether it belongs to an attempt. A second time it may get one."""
+        """Start a span, perhaps again; True if it belongs to an attempt now."""
         active = current_attempt()
         with self._lock:
             around = self._node(outer)
@@ -99,7 +96,7 @@ class RunningSpans:
             node.recording.tool_result(tool_result_of(spans, agent_of(lineage)))
 
     def identity(self) -> Identity | None:
-        """Who makes a call that is sent now."""
+        """The caller of a request that is sent now."""
         with self._lock:
             node = self._node(trace.get_current_span())
         return identity_of([see(plain(outer.span)) for outer in node.around()]) if node else None
@@ -128,10 +125,7 @@ class WatchingProcessor(SpanProcessor):
 
 @functools.cache
 def watch() -> Callable[[], Identity | None]:
-    """Add a processor to every tracer provider of this process: the global one, and those made from now on.
-
-    It returns who makes a call that is sent now.
-    """
+    """Add a processor to the global tracer provider and all later ones; returns `RunningSpans.identity`."""
     processor = WatchingProcessor()
     init = TracerProvider.__init__
 

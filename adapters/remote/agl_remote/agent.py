@@ -35,9 +35,8 @@ class RemoteAgent:
 
         solve = RemoteAgent("https://agents.example.com/solve")
 
-    With `protocol="a2a"` the service is an A2A agent (JSON-RPC) of version 1.0.
-    `headers` go to the service with each task, for instance its own key. AgentError, which ends the attempt as crashed,
-    if the service cannot be reached, returns an error status, or what cannot be read.
+    With `protocol="a2a"` the service is an A2A agent (JSON-RPC) of version 1.0. `headers`, such as a key, go with each
+    task. AgentError (the attempt crashed) if it cannot be reached, or returns an error status or an unreadable reply.
     """
 
     def __init__(
