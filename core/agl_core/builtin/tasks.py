@@ -1,12 +1,11 @@
 """Tasks from files, data sets and other runs: the task sources "jsonl", "csv", "hf", "recorded" and "mixture".
 
-"hf" reads Parquet files and Hugging Face datasets. What a row has beside the task's input and id is the task's
-metadata, which rewards see and the agent does not.
+"hf" reads Parquet files and Hugging Face datasets. A row's other columns are its task's metadata, which rewards see and
+the agent does not.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from agl_core.config.load import CONFIG_FILE
 from agl_core.config.models import MixtureOptions
 from agl_core.config.resolve import Chosen
+from agl_core.config.sections import Section
 from agl_core.errors import ConfigError, EpisodesError, nearest
 from agl_core.protocols import RecordedTasks, TaskSource, train_index
 from agl_core.reading.files import is_recording, load_dataset, read_rows
@@ -26,17 +26,12 @@ from agl_core.types import RecordedRollout, Rollout, Task
 from agl_core.types.forms import dump_json, load_json
 
 
-class ColumnOptions(BaseModel):
+class ColumnOptions(Section):
     """The roles of a table's columns, or of objects' keys, in a task."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    columns: dict[str, str | tuple[str, ...]] = Field(
-        {},
-        description="What the source calls the task's `input` and `id`, and other names for its metadata: the name "
-        "here, and the source's. Of several columns the input is an object that has each; without its id, a task has "
-        "its row's number.",
-    )
+    columns: dict[str, str | tuple[str, ...]] = Field({})
+    """What the source calls the task's `input` and `id`, and other names for its metadata: the name here, and the
+    source's. An input of several columns is an object that has each; without its id, a task has its row's number."""
 
     @model_validator(mode="after")
     def _only_inputs_are_several(self) -> Self:
@@ -48,25 +43,23 @@ class ColumnOptions(BaseModel):
 class FileOptions(ColumnOptions):
     """The file, and its columns."""
 
-    path: Path = Field(description="The file, relative to the configuration file.")
+    path: Path
+    """The file, relative to the configuration file."""
 
 
 class DatasetOptions(ColumnOptions):
     """The dataset, and its columns."""
 
-    dataset: str = Field(
-        min_length=1,
-        description="A Parquet file or a folder, relative to the configuration file, or a name on the Hugging Face hub",
-    )
-    subset: str | None = Field(None, description="Which of the dataset's configurations, if it has several.")
-    split: str = Field("train", min_length=1, description="Which of the dataset's splits.")
+    dataset: str = Field(min_length=1)
+    """A Parquet file or a folder, relative to the configuration file, or a name on the Hugging Face hub."""
+    subset: str | None = None
+    """Which of the dataset's configurations, if it has several."""
+    split: str = Field("train", min_length=1)
+    """Which of the dataset's splits."""
 
 
 class RowTasks:
-    """A task for each row, in their order; every row is checked at once.
-
-    ConfigError names the row (by its place in `where`) and the remedy.
-    """
+    """A task for each row, in their order; every row is checked at once. ConfigError names a wrong row and a remedy."""
 
     def __init__(
         self,
@@ -178,26 +171,18 @@ def dataset_tasks(options: DatasetOptions, folder: Path, seed: int) -> RowTasks:
     return RowTasks(rows, options, where)
 
 
-class RecordedOptions(BaseModel):
+class RecordedOptions(Section):
     """The runs, and which of their rollouts."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    run: Path | tuple[Path, ...] = Field(
-        description="The folder of the run, as `agl import`, `agl run` or `agl train` made it, relative "
-        "to the configuration file; or a file that `agl import` takes; or several of them."
-    )
-    split: str | None = Field(
-        None,
-        description="Only tasks of this split; absent: those of training if the run trained, otherwise all.",
-    )
-    without_logprobs: bool = Field(
-        False,
-        description="Train also on calls whose log-probabilities are not known, as if the policy itself had "
-        "sampled them: there are no importance weights. Calls without token ids, or with those of another model, are "
-        "tokenised by the policy's own chat template. Otherwise they are dropped and counted. `sft`, `rft` and `dpo` "
-        "always do so.",
-    )
+    run: Path | tuple[Path, ...]
+    """The folder of the run, as `agl import`, `agl run` or `agl train` made it, relative to the configuration file; or
+    a file that `agl import` takes; or several of them."""
+    split: str | None = None
+    """Only tasks of this split; absent: those of training if the run trained, otherwise all."""
+    without_logprobs: bool = False
+    """Train also on calls whose log-probabilities are not known, as if the policy itself had sampled them: there are no
+    importance weights. Calls without token ids, or with those of another model, are tokenised by the policy's own chat
+    template. Otherwise they are dropped and counted. `sft`, `rft` and `dpo` always do so."""
 
 
 Reader: TypeAlias = Callable[[Sequence[Rollout]], Awaitable[list[RecordedRollout]]]
@@ -205,14 +190,12 @@ Reader: TypeAlias = Callable[[Sequence[Rollout]], Awaitable[list[RecordedRollout
 
 
 class Recorded:
-    """Rollouts that another run recorded, to train on instead of running the agent.
+    """Rollouts that another run recorded, to train on instead of running the agent: see `RecordedTasks`.
 
-    They are the same for every seed; see `agl_core.protocols.RecordedTasks`.
+    ConfigError if there is no such run, or it has none; EpisodesError names what is wrong with a file.
     """
 
     def __init__(self, options: RecordedOptions, folder: Path, seed: int) -> None:
-        """Read which rollouts there are. ConfigError if there is no such run, or it has none; EpisodesError names what
-        is wrong with a file."""
         # Agents' processes register components too, and need nothing that reads runs.
         from agl_core.reading.importing import RecordedFile
         from agl_core.reading.rollouts import RecordedRun, groups_of
@@ -246,34 +229,33 @@ class Recorded:
         return self._groups[index][1][0].task
 
     def members(self, index: int) -> int:
-        """How many rollouts there are of the task at this index."""
+        """The number of rollouts of the task at this index."""
         return len(self._groups[index][1])
 
     async def groups(self, indices: Sequence[int]) -> list[list[RecordedRollout]]:
         """The rollouts of the tasks at these indices."""
-        wanted = defaultdict[Reader, list[Rollout]](list)
-        for read, rollouts in map(self._groups.__getitem__, indices):
-            wanted[read] += rollouts
-        known = {(read, it.rollout.id): it for read, rollouts in wanted.items() for it in await read(rollouts)}
-        asked = map(self._groups.__getitem__, indices)
-        return [[known[read, rollout.id] for rollout in rollouts] for read, rollouts in asked]
+        groups, by_reader = [self._groups[index] for index in indices], defaultdict[Reader, list[Rollout]](list)
+        for read, rollouts in groups:
+            by_reader[read] += rollouts
+        known = {(read, it.rollout.id): it for read, rollouts in by_reader.items() for it in await read(rollouts)}
+        return [[known[read, rollout.id] for rollout in rollouts] for read, rollouts in groups]
 
 
 _CYCLE = 1000
-"""Tasks of a mixture after which the order of its parts repeats, about: weights are rounded to one in so many."""
+"""About the tasks of a mixture after which the order of its parts repeats: weights are rounded to a thousandth."""
 
 
 class Mixture:
     """Tasks of several task sources (`[tasks.NAME.parts.PART]`, each with a `source`), in turn by their weights.
 
-    Each part has its share of every stretch of tasks, to within a task or two. There is no end: a finite part begins
+    Each part has its share of every stretch of tasks, to within a task or two. It never ends: a finite part begins
     anew, in another order. A task's id is `PART/ID`, and `part` of its metadata is the part, unless it has another.
+    ConfigError if a part has no tasks, or is of recorded rollouts.
     """
 
     size = None
 
     def __init__(self, options: MixtureOptions, folder: Path, seed: int, parts: Mapping[str, Chosen]) -> None:
-        """ConfigError if a part has no tasks, or is of rollouts that were recorded."""
         self._seed = seed
         self._parts: dict[str, TaskSource] = {name: part.build(folder, seed) for name, part in parts.items()}
         for name, part in self._parts.items():
@@ -286,8 +268,7 @@ class Mixture:
                 raise ConfigError(f"The part '{name}' of a mixture has no tasks. Fill it, or leave it out.")
             part.task(0)  # What is wrong with a part shows before anything starts.
         total = sum(part.weight for part in options.parts.values())
-        counts = {name: max(1, round(_CYCLE * part.weight / total)) for name, part in options.parts.items()}
-        self._counts = {name: count // math.gcd(*counts.values()) for name, count in counts.items()}
+        self._counts = {name: max(1, round(_CYCLE * part.weight / total)) for name, part in options.parts.items()}
         turns = sorted(((n + 0.5) / count, name, n) for name, count in self._counts.items() for n in range(count))
         self._turns = [(name, n) for _, name, n in turns]
 

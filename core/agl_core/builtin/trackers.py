@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from agl_core import private
 from agl_core.config.load import CONFIG_FILE
+from agl_core.config.sections import Section
 from agl_core.errors import PluginError
 from agl_core.kinds import NoOptions
 from agl_core.types import Json
@@ -29,7 +28,7 @@ _METRICS_AT_ONCE, _PARAMETERS_AT_ONCE, _MAX_PARAMETER = 1000, 100, 500
 _STRANGE = re.compile(r"[^\w\-. :/]")
 
 
-class OpenedLate(ABC):
+class LazyTracker(ABC):
     """Opens the tracker's run when there is something to log, so that training begins without it.
 
     If that fails, the error is raised once, and whatever comes later is ignored: each further try could take long.
@@ -64,19 +63,15 @@ class OpenedLate(ABC):
         """Begin the tracker's run, or go on with that of this id; with its id."""
 
 
-class MlflowOptions(BaseModel):
+class MlflowOptions(Section):
     """Where the run goes. Experiment, user and token are MLflow's own: MLFLOW_EXPERIMENT_NAME, …"""
 
-    model_config = ConfigDict(extra="forbid")
-
-    uri: str | None = Field(
-        None,
-        description="The tracking server (http://HOST:PORT) or file (sqlite:////PATH); absent: as MLFLOW_TRACKING_URI "
-        "says, else mlflow.db in the run's folder.",
-    )
+    uri: str | None = None
+    """The tracking server (http://HOST:PORT) or file (sqlite:////PATH); absent: as MLFLOW_TRACKING_URI says, else
+    mlflow.db in the run's folder."""
 
 
-class MlflowTracker(OpenedLate):
+class MlflowTracker(LazyTracker):
     """Opened, it is MLflow's client and the id of the run."""
 
     module = "mlflow"
@@ -149,7 +144,7 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
     return texts
 
 
-class WandbTracker(OpenedLate):
+class WandbTracker(LazyTracker):
     """Opened, it is W&B's run. Project, key, server and mode are W&B's own: WANDB_PROJECT, WANDB_API_KEY, …"""
 
     module = "wandb"
