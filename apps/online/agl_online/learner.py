@@ -20,7 +20,8 @@ from agl_core.errors import ConfigError
 from agl_core.health.table import AlarmName
 from agl_core.reading.runs import has_writer
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
-from agl_core.training.loop import Evaluated, Trainer, uninterrupted
+from agl_core.training.evaluation import Evaluated
+from agl_core.training.loop import Trainer, uninterrupted
 from agl_core.training.metrics import Advance, Observer, Summary
 from agl_core.training.rollouts import Drawn
 from agl_core.training.run import make_run_dir, train

@@ -7,11 +7,10 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from agl_core import hooks
 from agl_core.config.load import LoadedConfig
-from agl_core.config.models import EvalSection
 from agl_core.errors import TrainingError
 from agl_core.health.alarms import Watch, alarm_of_failures, alarms_on
 from agl_core.health.rollouts import (
@@ -23,20 +22,18 @@ from agl_core.health.rollouts import (
     update_metrics,
 )
 from agl_core.health.table import Alarm, AlarmName
-from agl_core.health.verdict import LOSS, check_patience, check_serving
+from agl_core.health.verdict import check_patience, check_serving
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches
 from agl_core.learning.certificate import recomputed_in
-from agl_core.learning.evaluations import TaskScore
-from agl_core.protocols import Buffer, Progress, RecordedTasks, TaskSource, UpdateResult
+from agl_core.protocols import Buffer, RecordedTasks, UpdateResult
 from agl_core.training.checkpoints import Checkpoints, RunState
 from agl_core.training.child import peak_rss_bytes
+from agl_core.training.evaluation import Evaluated
 from agl_core.training.metrics import Advance, MetricsLog, Observer, evaluation_line, step_line
-from agl_core.training.recorded import HeldOutReplies, RecordedGroups
-from agl_core.training.rollouts import Collector, Drawn, Experience, TrainingPlan, group_of
-from agl_core.types import DropReason, Episode, Mode, Rollout, TrainingRecord, scored_return
-
-if TYPE_CHECKING:
-    from agl_core.training.session import Session
+from agl_core.training.recorded import RecordedGroups
+from agl_core.training.rollouts import Drawn, Experience, TrainingPlan
+from agl_core.training.session import Session
+from agl_core.types import DropReason, Rollout, TrainingRecord
 
 Result = TypeVar("Result")
 
@@ -49,11 +46,6 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
     except asyncio.CancelledError:
         await task
         raise
-
-
-def _part(advance: Advance, number: int, count: int) -> Progress:
-    """The progress of part `number` of `count` equal parts of a phase."""
-    return lambda share: advance((number + share) / count, "")
 
 
 @dataclass
@@ -202,8 +194,11 @@ class Trainer:
         results: dict[str, UpdateResult] = {}
         with self.observer.phase("update", step) as advance:
             policies = [policy for policy in self.loaded.policies if policy in batches.batches]
-            for number, policy in enumerate(policies):
-                progress = _part(advance, number, len(policies))
+            for done, policy in enumerate(policies):
+
+                def progress(share: float, done: int = done) -> None:
+                    advance((done + share) / len(policies), "")
+
                 update = self.session.engine.update(policy, batches.batches[policy], progress)
                 result = results[policy] = await self.session.stall.watched(update, "which makes an update")
                 self.session.versions[policy] = result.version
@@ -218,27 +213,13 @@ class Trainer:
         The step of a rollout is the one that trained on it, which may differ from the one that it was planned for.
         What the engine could not take has no advantage.
         """
-        compared = (None, DropReason.NO_ADVANTAGE)
-        records = [
-            TrainingRecord(
-                *key,
-                step,
-                credit,
-                advantage if reason in compared else None,
-                weight,
-                reason,
-                recomputed,
-            )
-            for policy, result in results.items()
-            for key, credit, advantage, weight, (reason, recomputed) in zip(
-                batches.batches[policy].keys,
-                batches.batches[policy].values_N.tolist(),
-                result.advantage_N.tolist(),
-                result.weight_N.tolist(),
-                zip(result.dropped, recomputed_in(batches.batches[policy], result), strict=True),
-                strict=True,
-            )
-        ]
+        records = list[TrainingRecord]()
+        for policy, result in results.items():
+            batch, advantages, weights = batches.batches[policy], result.advantage_N.tolist(), result.weight_N.tolist()
+            rows = zip(batch.keys, batch.values_N.tolist(), advantages, weights, result.dropped, strict=True)
+            for (key, credit, advantage, weight, reason), seen in zip(rows, recomputed_in(batch, result), strict=True):
+                compared = advantage if reason in (None, DropReason.NO_ADVANTAGE) else None
+                records.append(TrainingRecord(*key, step, credit, compared, weight, reason, seen))
         records += batches.dropped
         moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
         store = self.session.server.store
@@ -320,93 +301,3 @@ class Trainer:
         """Resident memory of the run: this process and the engine's."""
         peak = peak_rss_bytes() + int(stats.get("peak_rss_bytes", 0))
         self.state.peak_rss_bytes = max(self.state.peak_rss_bytes, peak)
-
-
-@dataclass(slots=True)
-class Evaluated:
-    """The outcome of an evaluation."""
-
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    """For the run's record, one for each set and mode."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    scores: list[TaskScore] = field(default_factory=list)
-    alarms: list[Alarm] = field(default_factory=list)
-    episodes: dict[str, Sequence[Episode]] = field(default_factory=dict)
-    """By set and mode, as `eval/sampled`."""
-
-    def add(self, where: str, metrics: Mapping[str, float], entry: Mapping[str, Any], started: float) -> None:
-        """Take the numbers of one set and mode, whose evaluation `started` then."""
-        self.metrics |= {f"{where}/{key}": value for key, value in metrics.items()}
-        self.entries.append({**entry, "seconds": time.monotonic() - started})
-
-
-@dataclass(frozen=True)
-class Evaluator:
-    """Evaluates the policies being served on held-out sets of tasks."""
-
-    collector: Collector
-    sets: Mapping[str, TaskSource]
-    settings: EvalSection
-    run: str
-    restart: int
-    observer: Observer
-    replies: Sequence[HeldOutReplies] = ()
-    """The held-out sets that are recorded."""
-
-    async def evaluate(self, step: int, repeat: int = 1) -> Evaluated:
-        """Every set in every mode, each task `repeat` times where it is sampled: greedy replies are always the same.
-
-        Of recorded sets the loss of the replies is measured.
-        The first evaluation raises an alarm if some rollouts failed, later ones only if all did.
-        """
-        evaluated, position = Evaluated(), 0
-        for split in self.sets:
-            for mode in self.settings.modes:
-                tries = 1 if mode is Mode.EVAL_GREEDY else repeat
-                groups = self.planned(step, split, mode, position, tries)
-                position += len(groups) // tries
-                await self._evaluate(evaluated, step, split, mode.value.removeprefix("eval-"), groups, tries)
-        for replies in self.replies:
-            await self._measure(evaluated, step, replies)
-        episodes = [episode for of_mode in evaluated.episodes.values() for episode in of_mode]
-        alarm = await alarm_of_failures(self.collector.store, episodes, common=step > 0)
-        evaluated.alarms = [] if alarm is None else [alarm]
-        return evaluated
-
-    def planned(self, step: int, split: str, mode: Mode, position: int = 0, repeat: int = 1) -> list[list[Rollout]]:
-        """`repeat` rollouts of each task of a set, the first task at `position` of the evaluation.
-
-        Tasks that their source takes for those of training get the split `split`, the name of the held-out set. Each
-        rollout is scored by itself, as a group of one; those of a task differ in their sampling seeds.
-        """
-        source, groups = self.sets[split], []
-        for n in range(min(self.settings.tasks, source.size or self.settings.tasks)):
-            task, name = source.task(n), f"s{step}-{split}-{mode.value.removeprefix('eval-')}-g{n}"
-            task = replace(task, split=split) if task.split == "train" else task
-            first = Rollout("", self.run, self.restart, name, task, mode, step, 0, position=position + n)
-            groups += [[rollout] for rollout in group_of(first, repeat)]
-        return groups
-
-    async def _evaluate(
-        self, evaluated: Evaluated, step: int, split: str, mode: str, groups: list[list[Rollout]], tries: int
-    ) -> None:
-        """Run the rollouts of one set in one mode, `tries` for each task; a task without a reward counts as 0."""
-        started, name = time.monotonic(), f"{split}/{mode}"
-        with self.observer.phase(f"evaluation {split} {mode}", step) as advance:
-            episodes = await self.collector.collect(groups, advance)
-        metrics = episode_metrics(episodes)
-        evaluated.episodes[name] = episodes
-        for first in range(0, len(episodes), tries):
-            rewards = tuple(scored_return(episode) or 0.0 for episode in episodes[first : first + tries])
-            evaluated.scores.append(TaskScore(split, mode, episodes[first].task.id, rewards))
-        calls = sum(len({t.key.call for t in episode.transitions}) for episode in episodes)
-        entry = {"reward": metrics["reward/mean"], "rollouts": len(episodes), "calls": calls}
-        evaluated.add(name, metrics, {"step": step, "set": split, "mode": mode, **entry}, started)
-
-    async def _measure(self, evaluated: Evaluated, step: int, replies: HeldOutReplies) -> None:
-        started = time.monotonic()
-        with self.observer.phase(f"evaluation {replies.name}", step) as advance:
-            measured = await replies.measure()
-            advance(1.0, f"loss {measured['loss']:.3f}")
-        entry = {"step": step, "set": replies.name, "mode": LOSS, **measured}
-        evaluated.add(replies.name, measured, entry, started)

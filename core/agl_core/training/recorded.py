@@ -5,8 +5,8 @@ source ──▶ adopted: this run's ids, policies and token ids ──▶ store
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 import numpy as np
@@ -15,7 +15,6 @@ from agl_core.config.load import LoadedConfig
 from agl_core.config.sections import policy_of
 from agl_core.errors import ConfigError, nearest
 from agl_core.kinds import Capability
-from agl_core.learning.batch import NO_CREDIT, BatchPlan, filter_trainable, make_batches
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, reported
 from agl_core.learning.tool_results import messages_of
 from agl_core.learning.transitions import episode_of
@@ -29,7 +28,7 @@ from agl_core.training.rollouts import (
     warn_of_failed_rules,
     without_contrast,
 )
-from agl_core.types import Batch, Call, Episode, RecordedRollout, Rollout, RolloutState
+from agl_core.types import Call, Episode, RecordedRollout, Rollout, RolloutState
 
 
 class Recordings:
@@ -186,50 +185,3 @@ class RecordedGroups:
     def _recorded_reward(self, episode: Episode) -> float | None:
         terminal = self._terminal[episode.rollout]
         return reported(episode) if terminal is None else terminal
-
-
-@dataclass
-class HeldOutReplies:
-    """A held-out set of recorded rollouts. No agent runs for it: the likelihood of its replies is measured.
-
-    The calls of trained agents count, in the rollouts of as many tasks as an evaluation has.
-    """
-
-    name: str
-    recordings: Recordings
-    context_length: int | None
-    _batches: Mapping[str, Batch] | None = field(default=None, init=False)
-    """By policy; None as long as they were not read."""
-
-    async def measure(self) -> dict[str, float]:
-        """loss (nats per response token), accuracy (the share of tokens that are the most likely ones; absent if an
-        engine does not know), and the tokens that count, all under the weights as they are. ConfigError without any."""
-        if self._batches is None:
-            self._batches = await self._read()
-        nats = 0.0
-        tokens, hits, knows = 0, 0, True
-        for policy, batch in self._batches.items():
-            scores = await self.recordings.engine.logprobs(policy, batch)
-            is_scored_R = batch.mask_R & ~np.isnan(scores.logprobs_R)
-            nats -= float(scores.logprobs_R[is_scored_R].sum())
-            tokens += int(is_scored_R.sum())
-            knows = knows and scores.is_top_R is not None
-            hits += 0 if scores.is_top_R is None else int(scores.is_top_R[is_scored_R].sum())
-        if not tokens:
-            raise ConfigError(
-                f"[tasks.{self.name}]: none of the recorded calls can be scored. Those of the agents in train.agents "
-                f"count, if their texts can be tokenised, and fit into the model's context."
-            )
-        return {"loss": nats / tokens, **({"accuracy": hits / tokens} if knows else {}), "tokens": float(tokens)}
-
-    async def _read(self) -> dict[str, Batch]:
-        config, source = self.recordings.config, self.recordings.source
-        recorded = chain.from_iterable(await source.groups(range(min(config.eval.tasks, source.size))))
-        groups = [[episode_of(await self.recordings.adopt(it, it.rollout))] for it in recorded]
-        credit = dict.fromkeys(config.policies, NO_CREDIT)
-        made = make_batches(groups, BatchPlan(credit, config.train.agents, without_logprobs=True))
-        return {
-            policy: usable
-            for policy, batch in made.batches.items()
-            if len(usable := filter_trainable(batch, context_length=self.context_length).batch)
-        }

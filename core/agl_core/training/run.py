@@ -26,7 +26,8 @@ from agl_core.server.keys import RolloutSource, SourceFactory
 from agl_core.server.upstream import RunSettings
 from agl_core.store.interface import Store
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, check_changes, read_state
-from agl_core.training.loop import Evaluated, Trainer, uninterrupted
+from agl_core.training.evaluation import Evaluated
+from agl_core.training.loop import Trainer, uninterrupted
 from agl_core.training.metrics import SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_core.training.session import Session, first_look, open_session
 from agl_core.wire import SERVER_FILE, ServerFile, take_key_of

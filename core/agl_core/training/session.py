@@ -23,9 +23,9 @@ from agl_core.health.table import Alarm, AlarmName
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource, Upstream
 from agl_core.server import LightningServer
-from agl_core.training.loop import Evaluator
+from agl_core.training.evaluation import Evaluator, HeldOutReplies
 from agl_core.training.metrics import Observer
-from agl_core.training.recorded import HeldOutReplies, Recordings
+from agl_core.training.recorded import Recordings
 from agl_core.training.rollouts import Collector, group_of, scoring_rules
 from agl_core.types import Ending, Episode, Mode, Rollout, Run
 from agl_core.wire import SERVER_FILE

@@ -23,7 +23,8 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import Buffer, Engine, Progress, TaskSource, UpdateResult
 from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState
-from agl_core.training.loop import Evaluated, Trainer
+from agl_core.training.evaluation import Evaluated
+from agl_core.training.loop import Trainer
 from agl_core.training.metrics import MetricsLog, Observer
 from agl_core.training.rollouts import Scored
 from agl_core.types import (

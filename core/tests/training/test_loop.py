@@ -19,7 +19,7 @@ from agl_core.config.load import SERVED, load
 from agl_core.config.models import StopSection
 from agl_core.errors import CheckpointError, StoreError
 from agl_core.training.checkpoints import Checkpoints, RunState, model_links, read_state
-from agl_core.training.loop import Evaluated
+from agl_core.training.evaluation import Evaluated
 from agl_core.training.run import local_server
 from agl_core.training.session import begin_restart
 from agl_core.types import Batch, TrainingRecord

@@ -23,7 +23,8 @@ from agl_core.kinds import Capability
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.protocols import ResponseScores
 from agl_core.testing import episodes as make
-from agl_core.training.recorded import HeldOutReplies, RecordedGroups, Recordings
+from agl_core.training.evaluation import HeldOutReplies
+from agl_core.training.recorded import RecordedGroups, Recordings
 from agl_core.training.rollouts import Collector, TrainingPlan
 from agl_core.training.session import check_agent
 from agl_core.types import (

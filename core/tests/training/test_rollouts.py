@@ -22,7 +22,7 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule, train_index
 from agl_core.server.gateway import call_seed
 from agl_core.testing import episodes as make
-from agl_core.training.loop import Evaluator
+from agl_core.training.evaluation import Evaluator
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector, TrainingPlan
 from agl_core.types import (

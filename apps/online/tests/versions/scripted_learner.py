@@ -27,7 +27,7 @@ from agl_core.protocols import Engine, Progress, ResponseScores, UpdateResult, U
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
-from agl_core.training.loop import Evaluated
+from agl_core.training.evaluation import Evaluated
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector
 from agl_core.types import AttemptKey, Batch, CreditKind, Mode

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agl_core.learning.evaluations import TaskScore
-from agl_core.training.loop import Evaluated
+from agl_core.training.evaluation import Evaluated
 from agl_online.config import CanarySection, GateSection
 from agl_online.trials import Outcome, decide_at_gate, judge_canary, lower_bound
 from agl_online.versions import By, Decision, State
