@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from agl_core.health.rollouts import health_metrics, mean
 from agl_core.learning.batch import NO_CREDIT, BatchPlan, make_batches
-from agl_core.learning.evaluations import compare
 from agl_core.protocols import Engine
-from agl_core.training.evaluation import Evaluated
+from agl_core.training.evaluation import Evaluated, compare
 from agl_core.training.rollouts import Scored
 from agl_core.training.session import Session
 from agl_core.types import DropReason, Episode, Mode, RolloutState, episode_return

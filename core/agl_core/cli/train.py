@@ -18,12 +18,12 @@ from agl_core.cli.words import score
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.errors import ConfigError
 from agl_core.health.verdict import METRICS_FILE, counts
-from agl_core.learning.evaluations import Comparison, Estimate, TaskScore, compare, passes
 from agl_core.protocols import Engine
 from agl_core.reading.files import is_recording
 from agl_core.reading.runs import find_run
 from agl_core.server.listening import run
 from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
+from agl_core.training.evaluation import Comparison, Estimate, TaskScore, compare, passes
 from agl_core.training.metrics import Summary, scores_of
 from agl_core.training.run import evaluate as run_evaluation
 from agl_core.training.run import new_run_dir

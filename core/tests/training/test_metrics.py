@@ -18,8 +18,8 @@ from agl_core.health.rollouts import contrast_metrics, count_metrics, episode_me
 from agl_core.health.verdict import MetricsLine, read_metrics, verdict_of
 from agl_core.hooks import hookimpl
 from agl_core.learning.batch import BatchPlan, PolicyCredit
-from agl_core.learning.evaluations import TaskScore, compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_core.plugins import Plugins
+from agl_core.training.evaluation import TaskScore, compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_core.training.metrics import MetricsLog, Summary, step_line
 from agl_core.types import (
     CreditKind,

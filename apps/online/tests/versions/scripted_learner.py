@@ -20,14 +20,13 @@ from agl_core.config.models import RunConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
 from agl_core.health.alarms import StallWatch
 from agl_core.kinds import Component, NoOptions
-from agl_core.learning.evaluations import TaskScore
 from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Progress, ResponseScores, UpdateResult, Upstream
 from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
 from agl_core.training.checkpoints import Checkpoints, RunState, read_state
-from agl_core.training.evaluation import Evaluated
+from agl_core.training.evaluation import Evaluated, TaskScore
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector
 from agl_core.types import AttemptKey, Batch, CreditKind, Mode

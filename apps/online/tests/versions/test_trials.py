@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.learning.evaluations import TaskScore
-from agl_core.training.evaluation import Evaluated
+from agl_core.training.evaluation import Evaluated, TaskScore
 from agl_online.config import CanarySection, GateSection
 from agl_online.trials import Outcome, decide_at_gate, judge_canary, lower_bound
 from agl_online.versions import By, Decision, State
