@@ -176,11 +176,7 @@ _ON_ROLLOUTS: Mapping[AlarmName, Callable[[Sequence[Episode]], str | None]] = {
 
 
 def alarms_of(loaded: LoadedConfig) -> list[AlarmName]:
-    """The alarms on rollouts that a run with this configuration may raise; none if it does not look at rewards.
-
-    Those on what the agent's side alone says: on tool results, if a rule computes rewards or credit from them; on
-    rewards, if no reward rule has a weight.
-    """
+    """The alarms on rollouts that a run with this configuration may raise; none if it does not look at rewards."""
     if not loaded.is_rewarded:
         return []
     tables = loaded.config.rewards
@@ -233,8 +229,8 @@ async def alarm_of_failures(store: Store, episodes: Sequence[Episode], *, common
 class StallWatch:
     """Raises the alarm when what is waited for takes too long, and says it at once; StoreError if that is the store.
 
-    It knows when the machine stood still: the engine left a call unanswered for as long as an alarm takes, or this
-    process, which is the gateway too, got no time. What rollouts lost by that is no fault of theirs.
+    It remembers when the machine stood still: the engine left a call unanswered for as long as an alarm takes, or this
+    process, which is the gateway too, got no time. Rollouts that failed by that are not at fault.
     """
 
     setting: float | Literal[False] | None = False
@@ -292,7 +288,7 @@ class StallWatch:
             self._raise(f"this process got no time for {seconds:.0f} s, and every agent waited for it", _PROCESS_REMEDY)
 
     async def kept_waiting(self, rollouts: Sequence[Rollout]) -> set[str]:
-        """Those of these rollouts that timed out or crashed while the machine stood still."""
+        """The ids of rollouts that timed out or crashed while the machine stood still."""
         hurt = {r.id: r.counted_attempt for r in rollouts if r.ending in (Ending.TIMED_OUT, Ending.CRASHED)}
         attempts = await self.store.attempts(*hurt) if hurt and self._standstills and self.store is not None else []
         kept = {

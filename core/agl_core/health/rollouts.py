@@ -77,7 +77,6 @@ class RolloutHealth:
 
 
 def health_of(episode: Episode) -> RolloutHealth:
-    """The health of one rollout."""
     return RolloutHealth(tuple(dict.fromkeys(_symptoms(episode))), tuple(dict.fromkeys(_missing(episode))))
 
 
@@ -121,7 +120,7 @@ def is_gibberish(transition: Transition) -> bool:
 def has_cut_prompt(transition: Transition) -> bool:
     """True if the model server cut the prompt: it has fewer tokens than its text needs by any tokenizer.
 
-    What the assistant said does not count, for templates leave out what it thought.
+    Assistant messages do not count: templates leave out their thinking.
     """
     if transition.prompt_ids is None:
         return False

@@ -18,7 +18,6 @@ from agl_core.health.table import FIRST, REMEDIES, Alarm, AlarmName, Numbers
 from agl_core.types import DropReason, Ending, Verdict
 
 METRICS_FILE = "metrics.jsonl"
-"""In a run's folder."""
 HEADLINE_SET = "eval"
 """The held-out set whose reward is the run's, if there are several."""
 LOSS, PAIR_ACCURACY = "loss", "pair_accuracy"
@@ -38,7 +37,7 @@ class MetricsLine:
     """`train` or `eval`."""
     values: Numbers
     alarms: Sequence[Alarm] = ()
-    """Those that were raised since the line before."""
+    """Raised since the line before."""
     stopped: str = ""
     """Why the run ended here, before its last step."""
 
@@ -52,13 +51,12 @@ class MetricsLine:
 
     @property
     def headline_set(self) -> str | None:
-        """Of an evaluation: the set `eval`, else the first one, and the first mode: `eval/greedy`."""
+        """An evaluation's set `eval`, else its first one, with the first mode: `eval/greedy`."""
         sets = [key.removesuffix(_REWARD) for key in self.values if key.endswith(_REWARD)]
         return next((name for name in sets if name.startswith(f"{HEADLINE_SET}/")), sets[0] if sets else None)
 
     @property
     def headline(self) -> float | None:
-        """The reward of the headline set."""
         return self.values.get(f"{self.headline_set}{_REWARD}")
 
 

@@ -78,7 +78,7 @@ class PolicyCredit:
 NO_CREDIT = PolicyCredit(
     "none", lambda group: [[0.0] * len(episode.transitions) for episode in group], CreditKind.RETURN
 )
-"""Of rollouts that are only scored, or imitated whatever they earned."""
+"""For rollouts that are only scored, or imitated whatever they earned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +182,11 @@ def make_batches(
 ) -> StepBatches:
     """Credit every group and lay its trainable transitions out as batches, one per policy.
 
-    An episode that was dropped leaves its group; what is left of a group that is then too small is dropped whole. A
-    credit rule sees the whole group, including transitions of other policies and of untrained agents, and its values
-    are used for the policy's own transitions. A rollout of which none can be trained on is still compared with its
-    group (`Batch.absent_values_A`). Untrained agents are in no batch. If credit yields rewards of one step,
-    the rewards of other calls go to the policy's trained transitions before them (`propagate_rewards`), and so stay in
-    the return. `weights` has the weight of each group in the loss; empty: all 1. With the trainer's `versions`,
-    episodes that are too old are dropped.
+    A dropped episode leaves its group; a group that is then too small is dropped whole. A credit rule sees the whole
+    group, other policies and untrained agents included, and its values count for the policy's own transitions. A
+    rollout without a trainable transition is still compared with its group (`Batch.absent_values_A`). If credit yields
+    rewards of one step, those of other calls go to the policy's trained transitions before them (`propagate_rewards`).
+    `weights` are the groups' in the loss; empty: all 1. With the trainer's `versions`, stale episodes are dropped.
     """
     rows = defaultdict[str, list[CreditedTransition]](list)
     absent = defaultdict[str, list[tuple[int, float]]](list)
@@ -326,9 +324,8 @@ def filter_trainable(
 ) -> Usable:
     """Drop what cannot be trained on; its rewards of one step go to the calls before it.
 
-    Returns need no such way: a rollout that has no transition left is still compared with its group. Without a model's
-    limits, only what no model could be trained on is dropped. `grammars` says whether the engine knows which tokens the
-    grammar of a response allowed. What is dropped:
+    With returns, a rollout that has no transition left is still compared with its group. Without a model's limits, only
+    what no model could be trained on is dropped. `grammars`: the engine knows which tokens a grammar allowed. Reasons:
 
     - an empty response, or an empty prompt (nothing predicts the first token): EMPTY_RESPONSE;
     - no unmasked token: FULLY_MASKED;
@@ -406,11 +403,10 @@ def _counts(flags: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.
 def propagate_rewards(turns: Sequence[int], values: Sequence[float], trained: Sequence[int]) -> list[float]:
     """Rewards of one step for the `trained` transitions (their places), for which the others are the environment.
 
-    One step of time is from one trained call to the next. The rewards of the calls between them (the mean over each
-    call's choices) belong to that step: they go, undiscounted, to each trained choice of the call before. Rewards
-    before the first trained call are not its consequence and are left out, and so are rewards that are not finite. If
-    only some choices of a call are trained, these stand for the call. `turns` ascend; choices of one call have the same
-    turn.
+    A step of time is from one trained call to the next. The rewards of the calls between (the mean over each call's
+    choices) go, undiscounted, to each trained choice of the call before. Rewards before the first trained call are not
+    its consequence and are left out, and so are rewards that are not finite. If only some choices of a call are
+    trained, these stand for the call. `turns` ascend; choices of one call share a turn.
 
     A writer and a critic by turns, only the writer trained:
 
@@ -435,9 +431,8 @@ def propagate_rewards(turns: Sequence[int], values: Sequence[float], trained: Se
 def staleness(episode: Episode, versions: Mapping[str, int]) -> int:
     """The updates since the episode's oldest transition was sampled; `versions` are the trainer's, by policy.
 
-    V_p − v_t of transition t, which version v_t of policy p answered while the trainer holds V_p. An episode is as old
-    as its oldest transition, because later decisions were made in a state that the old version led to. A transition
-    whose version is not known counts as new.
+    V_p − v_t for transition t, answered by version v_t of policy p while the trainer holds V_p. The oldest transition
+    counts: its version led to the states of later ones. A transition of unknown version counts as new.
     """
     ages = (versions.get(t.policy, t.version) - t.version for t in episode.transitions if t.version is not None)
     return max(ages, default=0)

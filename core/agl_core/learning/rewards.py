@@ -83,12 +83,10 @@ async def score(
     """The episode with its rewards: the terminal reward is Σ weight · value over the rules that returned a value.
 
     `endings` maps the rollout's ending to "score" (the rules score it), a number (its fixed terminal reward) or "drop".
-    An episode that was dropped already, for its ending or a stall, is returned as it is. A rule that raises, or rewards
-    a call that the episode does not have, drops the episode; the exceptions are returned, with a note naming rule and
-    rollout, so that the run can report them. A value that is not finite in single precision is such an exception too;
-    the episode then has no terminal reward. A rule of weight 0 is for observation only and drops nothing: if it fails,
-    the exception is returned and the rule is ignored. An isolated rule that exceeds a limit, or whose process ends,
-    gives 0, since the text is to blame: it could choose to be dropped otherwise. That exception is returned too.
+    An episode dropped for its ending or a stall is returned as it is. A rule that raises, gives a value that is not
+    finite in single precision, or rewards a call that the episode does not have, drops the episode. A rule of weight 0
+    only observes and drops nothing. An isolated rule that exceeds a limit, or whose process ends, gives 0: otherwise a
+    text could choose to be dropped. All these exceptions are returned, with a note naming rule and rollout.
 
     A rollout that was opened from outside is dropped if no rule with a weight has a value.
     """
@@ -121,9 +119,9 @@ async def score_groups(
 ) -> list[tuple[Episode, list[Exception]]]:
     """The rewards of `score` for whole groups, with those of the rules that see a group at once; in the same order.
 
-    Such a rule sees the episodes of a group that the others rewarded, as they left them: not one that was dropped, or
-    that has a fixed reward. Where it fails, all of them are dropped. Groups are compared at the same time; each rollout
-    of an evaluation is one, also where it repeats a task.
+    Such a rule sees the episodes of a group as the others rewarded them, without those that were dropped or have a
+    fixed reward. If it fails, all of them are dropped. Each rollout of an evaluation is a group, even of a repeated
+    task.
     """
     together = [scoring for scoring in rules if isinstance(scoring.rule, GroupRewardRule)]
     if not together:

@@ -60,9 +60,8 @@ def read_from_messages(calls: Sequence[Call], tool_calls: Sequence[ToolCall]) ->
     """The tool results in the `tool` messages of later requests of the same attempt, by the tool call.
 
     `calls` are in order. The first `tool` message that answers a tool call is its tool result; later requests repeat
-    it. If several calls used the same id, a message answers the call whose prompt and reply come before it in the
-    request, else the latest. A tool call that no later request answers has no tool result. See `message_status` for the
-    status.
+    it. If several calls used one id, a message answers the call whose prompt and reply come before it in the request,
+    else the latest. `message_status` finds the status.
     """
     known = by_id(tool_calls)
     answers: dict[ToolCall, Mapping[str, Any]] = {}
@@ -210,9 +209,9 @@ def join_by_call_id(
 ) -> tuple[dict[ToolCall, list[ToolResult]], list[ToolResult]]:
     """The reports of each tool call whose id they have, and the reports that have none of these ids.
 
-    An endpoint may use one id for several tool calls. Then the reports of one adapter, in its order, each answer a tool
-    call under the same span, else of the same agent; among these, one that is `shown` to be answered, else the latest.
-    Further reports are of a tool that ran twice.
+    If an endpoint uses one id for several tool calls, the reports of one adapter, in its order, each answer one under
+    the same span, else of the same agent; among these, one that is `shown` to be answered, else the latest. Further
+    reports are of a tool that ran twice.
     """
     known = by_id(tool_calls)
     answers: dict[ToolCall, list[ToolResult]] = {}
@@ -363,7 +362,7 @@ def _is_unnamed(report: ToolResult, late: Collection[str | None]) -> bool:
 
 
 def _near(report: ToolResult, tool_calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
-    """Those of the same parent span; if there are none, those of the same agent; if there are none, all."""
+    """Tool calls under the report's parent span, else those of its agent, else all."""
     under = [t for t in tool_calls if report.parent_span and t.call.parent_span == report.parent_span]
     return under or [t for t in tool_calls if report.agent and t.call.agent == report.agent] or tool_calls
 
@@ -383,8 +382,8 @@ def _uncertain(calls: Iterable[Call]) -> set[str | None]:
 def _completed(report: ToolResult, tool_call: ToolCall, shown: ToolResult | None) -> ToolResult:
     """A report with what it leaves open, from the tool call that it answers and from what the conversation shows of it.
 
-    What a rule found counts before what none did: a span without a result says less than the message with it. A failure
-    that the model was shown counts before a report that anything may have made, and that looked and saw none.
+    A status that a rule found comes before one that none found: a span without a result says less than the message with
+    it. A failure that the model was shown comes before a success that any process may have reported.
     """
     report = replace(
         report,

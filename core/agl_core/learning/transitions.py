@@ -43,10 +43,9 @@ def build_episode(
 ) -> Episode:
     """The episode of one attempt, from what was recorded of it; the order of the calls does not matter.
 
-    Calls are ordered by their start sequence. A call that is recorded twice or retried by the client counts once; late
-    calls and calls with undelivered replies do not count. Each choice of a call is a transition (the first of an
-    index). Tool results are joined by `join_tool_results`, or read from the conversation if none was reported.
-    `rewards` are those that the agent reported, `annotations` are what others said.
+    Calls are ordered by their start sequence. A call recorded twice or retried by the client counts once; late calls
+    and undelivered replies do not count. Each choice of a call is a transition (the first of an index). Tool results
+    are joined by `join_tool_results`. `rewards` are the agent's own, `annotations` what others said.
     """
     mine = [call for call in calls if call.key == attempt.key]
     ordered = counted_calls(attempt, mine)

@@ -46,7 +46,6 @@ class GroupCredit:
 
     @classmethod
     def of(cls, step: int, policy: str, credit: Mapping[str, Sequence[float]]) -> GroupCredit:
-        """The credit of a group, with its mean and deviation."""
         mean = math.fsum(math.fsum(values) / len(values) for values in credit.values()) / len(credit)
         if are_equal(value for values in credit.values() for value in values):
             return cls(step, policy, credit, mean, 0.0)
@@ -81,7 +80,7 @@ class TerminalReward:
 
     @classmethod
     def of(cls, rewards: Sequence[Reward], weights: Mapping[str, float]) -> TerminalReward:
-        """That of these rewards, without those of calls; a rule that `weights` does not name has the weight 1."""
+        """From rewards, those of calls left out; a rule that `weights` does not name has the weight 1."""
         terminal = [reward for reward in rewards if reward.call is None]
         parts = [(weights.get(r.source, 1.0), r) for r in terminal if r.source != AGENT_SOURCE]
         value = math.fsum(weight * reward.value for weight, reward in parts) if parts else None
@@ -98,19 +97,16 @@ class AttemptReport:
 
     @property
     def health(self) -> RolloutHealth:
-        """The verdict on it, with its reasons."""
         return health_of(self.episode)
 
     @property
     def turns(self) -> list[Turn]:
-        """The transitions in their order."""
         return [
             Turn(t, self.rewards_of(t), [record for record in self.training_records if record.key == t.key])
             for t in self.episode.transitions
         ]
 
     def rewards_of(self, transition: Transition) -> list[Reward]:
-        """The rewards of one transition."""
         key = transition.key
         return [reward for reward in self.episode.rewards if (reward.call, reward.choice) == (key.call, key.choice)]
 
@@ -155,7 +151,6 @@ class RolloutReport:
 
     @property
     def counted(self) -> AttemptReport | None:
-        """The attempt that counts."""
         return next((a for a in self.attempts if a.attempt.attempt == self.entry.rollout.counted_attempt), None)
 
     @property

@@ -54,7 +54,7 @@ class Export:
 
     out: Path
     rows: Counter[str] = field(default_factory=Counter)
-    """By table; of conversations under the format's name."""
+    """By table; conversations count under the format's name."""
     left_out: Counter[str] = field(default_factory=Counter)
     """The number of rollouts that are not exported, by reason."""
 
@@ -62,9 +62,9 @@ class Export:
 async def export_run(run: Path, to: Format, out: Path, query: Query = Query()) -> Export:  # noqa: B008
     """Write the rollouts that match, of the run in the folder `run`, to `out`, which is made: whole, or not at all.
 
-    Of `query.agent` only its own transitions are written. Conversations leave evaluations out, for what is held out is
-    not to be trained on: unless the query names a mode or a split, or nothing else was recorded, as by `agl run`.
-    ConfigError if nothing is left, or if there is something at `out`.
+    With `query.agent`, only its own transitions are written. Conversations leave held-out evaluations out, unless the
+    query names a mode or a split, or nothing else was recorded, as by `agl run`. ConfigError if nothing is left, or if
+    `out` exists.
     """
     export = Export(out)
     async with open_store(run) as store:
@@ -88,7 +88,7 @@ async def export_run(run: Path, to: Format, out: Path, query: Query = Query()) -
 async def _selected(
     store: Store, rollouts: Sequence[Rollout], query: Query, held_out: bool, left_out: Counter[str]
 ) -> list[Exported]:
-    """Those that leave the run; the others are counted."""
+    """The rollouts to export; the others are counted."""
     done = [r for r in rollouts if r.state is RolloutState.DONE and r.counted_attempt is not None]
     left_out["not done"] += len(rollouts) - len(done)
     entries = []

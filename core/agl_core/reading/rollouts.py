@@ -163,7 +163,7 @@ async def read_entries(folder: Path, query: Query) -> list[RolloutEntry]:
 
 
 async def matching(store: Store, query: Query, entries: Sequence[RolloutEntry]) -> list[RolloutEntry]:
-    """Those that match, whatever their step and mode. Calls are only read if the query is about them."""
+    """The matching entries, whatever their step and mode. Calls are only read if the query is about them."""
     entries = [entry for entry in entries if query.takes(entry)]
     if not query.reads_calls:
         return entries

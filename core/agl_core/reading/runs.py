@@ -43,9 +43,8 @@ class RunEntry:
     folder: Path
     state: RunStatus
     steps: int
-    """The number of steps made."""
     of_steps: int | None
-    """The number of steps to make; None for a capture."""
+    """The planned steps; None for a capture."""
     size: int
     """Bytes of all its files."""
     reward_before: float | None
@@ -107,7 +106,7 @@ def has_writer(folder: Path) -> bool:
 
 
 def state_mark(folder: Path) -> str:
-    """A text that is another one once something was recorded: sizes and times of what a run writes."""
+    """Sizes and times of what a run writes: another text once something was recorded."""
     marks = []
     for file in (folder / METRICS_FILE, folder / _STORE, log_of(folder / _STORE)):
         try:

@@ -122,11 +122,10 @@ def try_rewards(
 ) -> Trial:
     """Score recorded rollouts as `loaded`, the configuration in the file `config`, says, and credit those of training.
 
-    `run` is a run, or a file that `agl import` takes; None: the newest run of the configuration. The rollouts are those
-    of the groups, or with the beginnings of ids, in `ids`, or those of a training step, by default the last complete
-    one; of what was recorded without training, all. Each is credited with the members of its group. Nothing is written.
-    ConfigError if there is nothing to try, or if the configuration lacks a policy that training rollouts were sampled
-    from; PluginError if a credit rule fails.
+    `run` is a run, or a file that `agl import` takes; None: the newest run of the configuration. `ids` are groups or
+    beginnings of rollouts' ids; without them, the rollouts are those of a training step, by default the last complete
+    one, or all that was recorded without training. Each is credited with its group. Nothing is written. ConfigError if
+    there is nothing to try, or the configuration lacks a sampled policy; PluginError if a credit rule fails.
     """
     if run is not None and is_recording(run):
         with TemporaryDirectory(prefix="agl-try-") as folder:
@@ -177,7 +176,6 @@ def _run_of(file: Path, loaded: LoadedConfig) -> Path:
 
 
 async def _chosen(store: Store, run: Path, ids: Sequence[str], step: int | None) -> list[Rollout]:
-    """The rollouts to try."""
     runs = await store.runs()
     of_training = [] if ids else await store.rollouts(step=step, mode=Mode.TRAIN)
     trained = [rollout for rollout in of_training if not is_superseded(rollout, runs)]

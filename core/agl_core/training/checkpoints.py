@@ -22,9 +22,7 @@ from agl_core.health.verdict import HEADLINE_SET
 _log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-"""Their folder in a run's."""
 _STATE, _PREFIX = "state.json", "step-"
-"""The state in each checkpoint; how a checkpoint's name begins."""
 VERSIONS_FILE = "versions.jsonl"
 """In a run's folder: one decision on its versions on each line. `kept` in the last line has the steps of those that are
 served, or may be again, the stable one first."""
@@ -50,7 +48,7 @@ class RunState:
 
     @property
     def rewards(self) -> dict[int, float]:
-        """Of the evaluations by step, on the set `eval`, or else the first set, in the first mode; of replies −loss."""
+        """By step, the evaluation of the set `eval`, or else the first set, in its first mode; for replies −loss."""
         sets = [entry["set"] for entry in self.evaluations]
         headline = HEADLINE_SET if HEADLINE_SET in sets else next(iter(sets), "")
         entries = [entry for entry in self.evaluations if entry["set"] == headline]
@@ -133,7 +131,7 @@ class Checkpoints:
     def commit(self, part: Path, state: RunState) -> Path:
         """Make the written files the checkpoint of `state.step`, and remove checkpoints that are too old.
 
-        All of it is on the disk, not only in caches, before an older checkpoint is removed.
+        It is synced to the disk before an older checkpoint is removed.
         """
         target = self.path(state.step)
         with _writing(target):

@@ -87,13 +87,13 @@ class Comparison:
     mode: str
     tasks: int
     difference: Estimate
-    """Of the mean reward; the interval is a bootstrap over the tasks."""
+    """The change of the mean reward; the interval is a bootstrap over the tasks."""
     gained: Sequence[TaskChange]
     """Tasks that are solved now, or more often."""
     lost: Sequence[TaskChange]
     """Tasks that are solved no longer, or less often."""
     p: float
-    """By how small a chance as many or more of these would go one way, were both policies equally good (sign test)."""
+    """The chance of so one-sided a result, or more so, were both policies equally good (sign test)."""
 
 
 def pass_at(k: int, tries: int, solved: int) -> float:
@@ -270,8 +270,8 @@ class Evaluator:
     async def evaluate(self, step: int, repeat: int = 1) -> Evaluated:
         """Every set in every mode, each task `repeat` times where it is sampled: greedy replies are always the same.
 
-        Of recorded sets the loss of the replies is measured.
-        The first evaluation raises an alarm if some rollouts failed, later ones only if all did.
+        Recorded sets get the loss of their replies. The first evaluation raises an alarm if some rollouts failed, later
+        ones only if all did.
         """
         evaluated, position = Evaluated(), 0
         for split in self.sets:
@@ -290,8 +290,8 @@ class Evaluator:
     def planned(self, step: int, split: str, mode: Mode, position: int = 0, repeat: int = 1) -> list[list[Rollout]]:
         """`repeat` rollouts of each task of a set, the first task at `position` of the evaluation.
 
-        Tasks that their source takes for those of training get the split `split`, the name of the held-out set. Each
-        rollout is scored by itself, as a group of one; those of a task differ in their sampling seeds.
+        Tasks of the split "train" get the split of the held-out set. Each rollout is scored as a group of one; those of
+        a task differ in their sampling seeds.
         """
         source, groups = self.sets[split], []
         for n in range(min(self.settings.tasks, source.size or self.settings.tasks)):

@@ -49,11 +49,10 @@ class ProcessEngine(Engine, Generic[Options]):
     """
 
     module: ClassVar[str]
-    """The module that the process runs."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Environment variables of the process, where the run's own environment does not set them."""
     seconds_to_end: ClassVar[float] = 5.0
-    """How long the process may take to end by itself before its process group is killed."""
+    """Time to end by itself before the process group is killed."""
 
     def __init__(self, options: Options, context: EngineContext) -> None:
         self._options = options
@@ -92,7 +91,6 @@ class ProcessEngine(Engine, Generic[Options]):
         return None if self._process is None else self._process.pid
 
     def report_stages(self, report: StageReport) -> None:
-        """Say what the start does; see `agl_core.protocols.Engine`."""
         self._report = report
 
     async def start(self) -> Upstream:
@@ -133,7 +131,6 @@ class ProcessEngine(Engine, Generic[Options]):
             raise self._lost("rollouts")
 
     async def update(self, policy: str, batch: Batch, progress: Progress | None = None) -> UpdateResult:
-        """Train on a batch; the new version is served, whole, when this returns."""
         result: UpdateResult = await self._ask("update", policy, batch, progress=progress)
         return result
 
@@ -255,7 +252,6 @@ class ProcessEngine(Engine, Generic[Options]):
 
     @property
     def _where(self) -> str:
-        """In which stage the start is."""
         return f"{self._stage}, for {time.monotonic() - self._stage_began:.0f} s"
 
     def _failed(self, doing: str, kind: str | None, text: str) -> AglError:

@@ -63,7 +63,6 @@ class Trainer:
     state: RunState = field(default_factory=RunState)
     watch: Watch = field(default_factory=Watch)
     saved_step: int = field(init=False)
-    """The step of the latest checkpoint."""
     _latest: Drawn = field(default_factory=lambda: Drawn([]), init=False)
     _hook_failures: int = field(default=0, init=False)
     """The failures of lifecycle hooks that metrics have."""
@@ -210,8 +209,8 @@ class Trainer:
     ) -> list[TrainingRecord]:
         """Store the training records, and the step of each rollout, all or nothing.
 
-        The step of a rollout is the one that trained on it, which may differ from the one that it was planned for.
-        What the engine could not take has no advantage.
+        A rollout's step is the one that trained on it, perhaps not the planned one. A transition that the engine could
+        not take has no advantage.
         """
         records = list[TrainingRecord]()
         for policy, result in results.items():

@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 BEST = 10
 """Rollouts of a step that trackers keep."""
 SUMMARY_FILE = "summary.json"
-"""In a run's folder."""
 
 Advance: TypeAlias = Callable[[float, str], None]
 """Shows that a share (0 … 1) of a phase is done, and what is known so far, the reward for instance."""
@@ -136,7 +135,6 @@ class MetricsLog:
         """Append one line; `kind` is `train` or `eval`, `alarms` are those that were raised since the last line.
 
         `stopped` says why the run ends here, before its last step.
-
         Trackers get the numbers of a step under `train/`; those of an evaluation begin with the name of its set.
         """
         line: dict[str, Any] = {"step": step, "kind": kind, "restart": self.restart, "time": time.time(), **metrics}
@@ -216,7 +214,7 @@ class Summary:
     def rewards(self, set_name: str = HEADLINE_SET) -> dict[str, dict[str, float | None]]:
         """`{"before": {"greedy": …, "sampled": …}, "after": …}` of one held-out set; None: not evaluated (again).
 
-        Of a recorded set there are `loss` and `accuracy` instead.
+        A recorded set has `loss` and `accuracy` instead.
         """
         of_set = [e for e in self.state.evaluations if e["set"] == set_name]
         steps = sorted({e["step"] for e in of_set})

@@ -34,9 +34,8 @@ from agl_core.types import Call, Episode, RecordedRollout, Rollout, RolloutState
 class Recordings:
     """Rollouts of a source, as this run has them: calls of its policies, with token ids.
 
-    Calls have no version, since the policy of this run did not answer them. They have log-probabilities only if the
-    other rollout was one of training, since elsewhere nothing sees to it that tokens are drawn from the distribution
-    that these are of; and none if they are `imitated`: imitation does not need them.
+    Calls have no version: the policy of this run did not answer them. They keep log-probabilities only if they were
+    recorded in training, where sampling follows the policy's own distribution, and are not `imitated`.
     """
 
     def __init__(self, source: RecordedTasks, loaded: LoadedConfig, engine: Engine, *, imitated: bool) -> None:
@@ -85,10 +84,7 @@ class Recordings:
         )
 
     async def _with_ids(self, call: Call) -> Call:
-        """The call with token ids of its policy, made of its texts if they may be.
-
-        ConfigError if it has those of another model, and they may not.
-        """
+        """The call with its policy's token ids, made of its texts if allowed; else ConfigError for another model's."""
         has_ids = call.prompt_ids is not None and all(choice.response_ids is not None for choice in call.choices)
         if not self._tokenizes or (has_ids and await self._are_own(call)):
             return call
@@ -104,7 +100,7 @@ class Recordings:
         return call
 
     async def _are_own(self, call: Call) -> bool:
-        """True if the ids are the policy's own. A prompt without earlier replies shows it, and without settings."""
+        """True if the ids are the policy's own, as the first prompt without replies or template settings shows."""
         if call.policy not in self._has_own_ids:
             messages, request = messages_of(call), call.request
             replied = any(message.get("role") == "assistant" for message in messages)
@@ -120,8 +116,8 @@ class Recordings:
 class RecordedGroups:
     """Draws recorded groups for updates, as `Experience` draws those that are run: in the order of the plan, at once.
 
-    Where no rule scores them, or replies are imitated or were preferred by somebody, their reward is the recorded one.
-    `train.refill` groups of a step that have nothing to compare are dropped, and the next ones come in their place.
+    Their reward is the recorded one if no rule scores them, or if replies are imitated or preferred by somebody. The
+    next groups replace up to `train.refill` groups of a step that have nothing to compare.
     """
 
     def __init__(

@@ -80,14 +80,14 @@ def by_attempt(records: Iterable[Recorded]) -> defaultdict[AttemptKey, list[Reco
 
 
 def counted_attempts(rollouts: Iterable[Rollout]) -> list[AttemptKey]:
-    """The attempt of each rollout that counts; none of a rollout that has no such attempt."""
+    """The counted attempt of each rollout that has one."""
     return [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
 
 
 async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: RunHooks) -> list[Episode]:
     """The episode of each rollout's counted attempt, as the `episode_built` hooks leave it, not yet scored.
 
-    It has the recorded rewards that the agent reported; rules compute theirs again. A rollout without a counted attempt
+    Its rewards are those that the agent reported; rules compute theirs again. A rollout without a counted attempt
     (cancelled, or lost with its worker) is an episode dropped for its ending.
     """
     keys = {*counted_attempts(rollouts)}
@@ -105,7 +105,7 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
 
 
 def scoring_rules(loaded: LoadedConfig) -> list[ScoringRule]:
-    """The reward rules of a run. Of tasks that no rule scores, the reward is what the agent itself reported."""
+    """The reward rules of a run. Tasks that no rule scores get the reward that the agent itself reported."""
     rules = [
         ScoringRule(name, chosen.build(), section.weight, frozenset(section.modes), section.time_limit)
         for name, chosen in loaded.rewards.items()
@@ -137,7 +137,6 @@ class Collector:
     check_health: Callable[[], None]
     """Raises if a part of the run has died, so that no wait lasts for ever."""
     stall: StallWatch = field(default_factory=StallWatch)
-    """Says why a wait is long."""
 
     async def collect(self, groups: Sequence[Sequence[Rollout]], advance: Advance) -> list[Episode]:
         """The episodes of these groups, when all are done; if cancelled, cancel the rollouts that are not.
@@ -164,11 +163,11 @@ class Collector:
         return [done.episode for done in complete]
 
     async def finished(self, ids: Collection[str]) -> list[Scored]:
-        """Those of `ids` that are done; waits until there is one. Several callers may wait, each for its own."""
+        """Wait until one of `ids` is done, and score those that are. Several callers may wait, each for its own."""
         return await self.scored(await self.stall.watched(self._done(ids)))
 
     async def scored(self, rollouts: Sequence[Rollout]) -> list[Scored]:
-        """Rollouts that are done, with their episodes as the rules score them; the rewards are recorded."""
+        """`judged` for rollouts that are done: their episodes are read from the store."""
         episodes = await recorded_episodes(self.store, rollouts, self.hook)
         stalled = await self.stall.kept_waiting(rollouts)
         episodes = [replace(e, dropped=DropReason.STALLED) if e.rollout in stalled else e for e in episodes]
@@ -281,11 +280,10 @@ def group_of(first: Rollout, size: int) -> list[Rollout]:
 class Experience:
     """Keeps groups of a plan in flight and draws them for updates.
 
-    Up to `refill` groups of each update without contrast (`BatchPlan.has_contrast`) are replaced: a fresh group is run
-    in the place of each (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2). They are drawn beside the update's
-    groups, dropped.
+    Up to `refill` groups of an update without contrast (`BatchPlan.has_contrast`) are drawn dropped, and a fresh group
+    is run for each (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
 
-    A resumed run passes `begun`, the number of groups that were begun, and `unfinished`, the positions of those that no
+    A resumed run passes `begun`, the number of groups begun so far, and `unfinished`, the positions of those that no
     update has had; these are begun again first.
     """
 

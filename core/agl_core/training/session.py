@@ -43,7 +43,6 @@ class Session:
     restart: int
     engine: Engine
     upstream: Upstream
-    """Where the engine serves the policies."""
     workers: WorkerProcesses | WorkerThread | None
     """The workers on this machine; None: the rollouts are left to workers elsewhere."""
     collector: Collector
@@ -226,18 +225,18 @@ class Look:
     """The agent's first rollouts, before it is trained."""
 
     seen: list[tuple[bool, str]]
-    """Each of them in words, with True if it finished; then what they lack, and problems of the worker."""
+    """Each rollout in words, with True if it finished; then missing rewards or results, and problems of the worker."""
     fault: Alarm | None
     """How all of them failed, with the first error and what to do; None: at least one finished."""
     are_answered: bool = False
-    """True if the model replied in each of them, so that they may have failed by its replies."""
+    """The model replied in each rollout, so that its replies may be why they failed."""
 
 
 async def first_look(session: Session, observer: Observer) -> Look:
     """Run the agent on the first task, as evaluation runs it. PluginError if the reward rules fail.
 
-    If that rollout fails it may be the policy's doing, so more decide: three in all, or eight if it was after a reply
-    that each of them crashed. Where rollouts are recorded none is run.
+    If it fails, a weak policy may be why, so more decide: three in all, or eight if each crashed after a reply. With
+    recorded tasks none is run.
     """
     if isinstance(session.tasks["train"], RecordedTasks):
         return Look([], None)
