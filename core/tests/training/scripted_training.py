@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 from memory_store import MemoryStore
+from scripted_run import scripted_config, scripted_session
 
-from agl_core import kinds
 from agl_core.builtin import Fifo
-from agl_core.builtin.credit import identical
 from agl_core.config.models import RunConfig
-from agl_core.config.resolve import Chosen, PolicyPlan
-from agl_core.health.alarms import StallWatch
 from agl_core.health.table import Alarm, AlarmName
-from agl_core.kinds import Component, NoOptions
 from agl_core.plugins import Plugins
 from agl_core.protocols import Buffer, Engine, Progress, TaskSource, UpdateResult
 from agl_core.testing import episodes as make
@@ -29,7 +24,6 @@ from agl_core.training.metrics import MetricsLog, Observer
 from agl_core.training.rollouts import Scored
 from agl_core.types import (
     Batch,
-    CreditKind,
     DropReason,
     Ending,
     Episode,
@@ -242,29 +236,12 @@ def make_bench(
     config = RunConfig.model_validate(
         {**MINIMAL, "train": train, **({"async": asynchronous} if asynchronous else {}), **evaluation}
     )
-    returns = frozenset({CreditKind.RETURN})
-    credit = Chosen(Component(kinds.CREDIT, "scripted", lambda options: identical, "", yields=returns), NoOptions())
-    algorithm = Chosen(Component(kinds.ALGORITHM, "scripted", lambda options: None, ""), NoOptions())
     engine, store, log = CountingEngine(), MemoryStore(), Log()
     engine.version = (state or RunState()).step
-    versions = {"default": engine.version}
-    collector = ScriptedCollector(versions)
-
-    policies = {"default": PolicyPlan(algorithm, credit)}
-    loaded: Any = SimpleNamespace(
-        config=config, policies=policies, plugins=plugins or Plugins(), imitates=False, is_rewarded=True
-    )
-    session: Any = SimpleNamespace(
-        server=SimpleNamespace(store=store),
-        run="run",
-        restart=restart,
-        engine=engine,
-        versions=versions,
-        collector=collector,
-        evaluator=NoEvaluation(),
-        tasks={"train": tasks or Numbers()},
-        stall=StallWatch(),
-    )
+    loaded, session = scripted_config(config, plugins), scripted_session(store, engine.version)
+    collector = ScriptedCollector(session.versions)
+    session.restart, session.engine, session.collector = restart, engine, collector
+    session.evaluator, session.tasks = NoEvaluation(), {"train": tasks or Numbers()}
     trainer = Trainer(
         loaded,
         session,

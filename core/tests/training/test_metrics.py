@@ -14,7 +14,7 @@ import pytest
 
 from agl_core.builtin.credit import identical, immediate
 from agl_core.errors import CheckpointError
-from agl_core.health.rollouts import contrast_metrics, count_metrics, episode_metrics, staleness_metrics
+from agl_core.health.rollouts import contrast_metrics, episode_metrics, staleness_metrics
 from agl_core.health.verdict import MetricsLine, read_metrics, verdict_of
 from agl_core.hooks import hookimpl
 from agl_core.learning.batch import BatchPlan, PolicyCredit
@@ -115,13 +115,9 @@ def test_of_nothing_there_is_no_mean() -> None:
     assert "reward/mean" not in episode_metrics([])
 
 
-def test_episodes_are_as_old_as_their_oldest_call_and_drops_are_counted_by_reason() -> None:
+def test_episodes_are_as_old_as_their_oldest_call() -> None:
     episodes = [episode("a", (1, 3)), episode("b", (3, 3)), episode("c", (2,))]
     assert staleness_metrics(episodes, {"default": 3}) == {"staleness/mean": 1.0, "staleness/max": 2.0}
-    assert count_metrics("dropped", [None, "stale", "ending", "stale", None]) == {
-        "dropped/stale": 2.0,
-        "dropped/ending": 1.0,
-    }
 
 
 async def test_a_steps_line_adds_up(tmp_path: Path) -> None:

@@ -12,14 +12,10 @@ from typing import Any, cast
 
 import numpy as np
 import tomli_w
+from scripted_run import scripted_config, scripted_session
 
-from agl_core import kinds
 from agl_core.builtin import Fifo
-from agl_core.builtin.credit import identical
 from agl_core.config.models import RunConfig
-from agl_core.config.resolve import Chosen, PolicyPlan
-from agl_core.health.alarms import StallWatch
-from agl_core.kinds import Component, NoOptions
 from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Progress, ResponseScores, UpdateResult, Upstream
@@ -29,7 +25,7 @@ from agl_core.training.checkpoints import Checkpoints, RunState, read_state
 from agl_core.training.evaluation import Evaluated, TaskScore
 from agl_core.training.metrics import Observer
 from agl_core.training.rollouts import Collector
-from agl_core.types import AttemptKey, Batch, CreditKind, Mode
+from agl_core.types import AttemptKey, Batch, Mode
 from agl_online.config import LearnSection
 from agl_online.learner import Learner
 from agl_online.plugin import users_said
@@ -151,34 +147,21 @@ class World:
                 "eval": {"every": 0},
             }
         )
-        returns = frozenset({CreditKind.RETURN})
-        credit = Chosen(Component(kinds.CREDIT, "scripted", lambda _: identical, "", yields=returns), NoOptions())
-        algorithm = Chosen(Component(kinds.ALGORITHM, "scripted", lambda _: None, ""), NoOptions())
         section = LearnSection(**{"sessions_per_step": 4, "offline_share": 0.0, "propose_every": 4, **self.learn})
-        loaded: Any = SimpleNamespace(
-            config=config,
-            policies={"default": PolicyPlan(algorithm, credit)},
-            plugins=Plugins(),
-            imitates=False,
-            is_rewarded=True,
-        )
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
         nobody = cast(Any, None)
-
-        session: Any = SimpleNamespace(
-            server=SimpleNamespace(store=self.store),
-            run="run",
+        session = scripted_session(
+            self.store,
+            len(self.engine.made_by),
             restart=self.restarts,
             engine=self.engine,
-            versions={"default": len(self.engine.made_by)},
             collector=Collector(self.store, nobody, rules, {}, Plugins().hook, lambda: None),
             evaluator=SimpleNamespace(evaluate=self.evaluate),
-            tasks={"train": cast(Any, [])},
-            stall=StallWatch(),
+            tasks={"train": []},
         )
         log: Any = SimpleNamespace(write=lambda *_: None, keep=lambda *_: None)
         return _Killable(
-            *(loaded, session, Fifo(), checkpoints, log, Observer()),
+            *(scripted_config(config), session, Fifo(), checkpoints, log, Observer()),
             state=state,
             section=section,
             deployed=cast(Any, self),
