@@ -87,7 +87,6 @@ class ProcessEngine(Engine, Generic[Options]):
 
     @property
     def pid(self) -> int | None:
-        """The process's id; None before `start`."""
         return None if self._process is None else self._process.pid
 
     def report_stages(self, report: StageReport) -> None:
@@ -157,7 +156,6 @@ class ProcessEngine(Engine, Generic[Options]):
         return scores
 
     async def publish(self, name: str, spec: PolicySpec) -> None:
-        """Load a policy and serve it by this name, if the process can."""
         await self._ask("publish", name, spec)
 
     async def withdraw(self, name: str) -> None:

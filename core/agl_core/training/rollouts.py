@@ -139,10 +139,7 @@ class Collector:
     stall: StallWatch = field(default_factory=StallWatch)
 
     async def collect(self, groups: Sequence[Sequence[Rollout]], advance: Advance) -> list[Episode]:
-        """The episodes of these groups, when all are done; if cancelled, cancel the rollouts that are not.
-
-        Rollouts that were done before are not run again.
-        """
+        """The episodes of these groups; runs the rollouts that are not done, and cancels them if it is cancelled."""
         rollouts = [rollout for group in groups for rollout in group]
         recorded = [rollout for rollout in rollouts if rollout.state is RolloutState.DONE]
         scored = {done.rollout.id: done for done in await self.scored(recorded)}

@@ -329,7 +329,6 @@ def passthrough_key(gateway: GatewaySection) -> str | None:
 
 
 def run_settings(config: RunConfig) -> RunSettings:
-    """How the rollouts of a run are sampled and tried."""
     return RunSettings(
         sampling=config.sampling,
         seed=config.seed,
