@@ -114,10 +114,11 @@ def test_a_model_that_is_not_there_leaves_no_file(folder: Path, agl: Agl) -> Non
     ("agent", "task", "right", "wrong"),
     [
         ("plain.py", {"input": "1 + 2?", "result": 3}, "It is 3.", "32864422"),
+        ("plain.py", {"input": "Count.", "answer": "3 apples"}, "3 apples", "13 apples, -3 apples, 2.3 apples"),
         ("plain.py", {"question": "The capital?", "answer": "Paris"}, "It is paris.", "Parisian"),
         ("keys.py", {"where": "France", "what": "the capital", "gold": "Paris"}, "Paris", "Pari"),
     ],
-    ids=["a number", "a word", "keys that the agent reads"],
+    ids=["a number", "a number in words", "a word", "keys that the agent reads"],
 )
 def test_tasks_that_are_there_are_kept_and_used(
     folder: Path, policy: str, agl: Agl, force: list[str], agent: str, task: dict[str, Any], right: str, wrong: str

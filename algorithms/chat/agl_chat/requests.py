@@ -255,16 +255,14 @@ def with_short_ids(message: Message, length: int) -> Message:
 def fold_systems(messages: Sequence[Message], kept: int) -> list[Message]:
     """Messages for templates that take no system message but the first, or (`kept` = 0) none at all.
 
-    The text of another one joins the message before it, if that is a user's or the first system message, else the
-    user's after it. Nothing depends on what comes after the next reply, so that prompts go on as they began.
+    The text of another one joins the message before it, unless that is the assistant's, else the user's after it.
+    Nothing depends on what comes after the next reply, so that prompts go on as they began.
     """
     folded: list[Message] = []
     begun: Message | None = None  # A user's message that has only texts of system messages so far.
     for message in messages:
         before, is_extra = (folded[-1] if folded else None), message["role"] == "system" and bool(folded or not kept)
-        if before and (
-            before is begun if message["role"] == "user" else is_extra and before["role"] in ("system", "user")
-        ):
+        if before and (before is begun if message["role"] == "user" else is_extra and before["role"] != "assistant"):
             folded[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
             begun = folded[-1] if is_extra and before is begun else None
         elif is_extra:

@@ -180,6 +180,11 @@ SYSTEM_TEMPLATES = {
         f"{FIRST}{{{{ messages[0].content if rest != messages }}}}{{% for m in rest %}}{RAISES}(m.role == 'user') != "
         f"(loop.index0 % 2 == 0) }}}}{TURN}{{% endfor %}}{BEGIN}"
     ),
+    "alternates but for tools, as Mistral": (
+        f"{FIRST}{{% for m in rest | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls', 'defined') %}}"
+        f"{RAISES}(m.role == 'user') != (loop.index0 % 2 == 0) }}}}{{% endfor %}}"
+        f"{{{{ messages[0].content if rest != messages }}}}{{% for m in rest %}}{TURN}{{% endfor %}}{BEGIN}"
+    ),
     "knows none": f"{{% for m in messages if m.role != 'system' %}}{TURN}{{% endfor %}}{BEGIN}",
 }
 
@@ -190,7 +195,12 @@ def test_no_text_of_a_system_message_is_lost(qwen: ServedModel, name: str) -> No
     kept = {"any": 2, "knows none": 0}.get(name, 1)
     assert chat.served.text.kept_systems == kept
     one, two, three, four, five = ({"role": "system", "content": f"<rule {number}>"} for number in range(5))
-    for messages in ([one, two, USER], [one, USER, two], [USER, one], [one]):
+    called = {"role": "assistant", "content": "<call>", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "<result>"}
+    conversations = [[one, two, USER], [one, USER, two], [USER, one], [one]]
+    if name != "alternates, as Gemma 3":
+        conversations = [*conversations, [USER, called, result, two]]
+    for messages in conversations:
         ids = chat.ask(messages, "x", session=None)["prompt_token_ids"]
         shown = chat.model.tokenizer.decode(ids)
         places = [shown.find(message["content"]) for message in messages]

@@ -18,6 +18,11 @@ LEFT_OUT = frozenset(
     | {"compaction", "compaction_trigger"}
 )
 """Tools that Codex offers by default and works without, and items of a session that no model here can read."""
+_LEFT_OUT_ITEMS = LEFT_OUT | {
+    *("apply_patch", "code_interpreter", "computer", "context_compaction", "file_search"),
+    *("mcp", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+}
+"""What OpenAI's own servers did earlier in a session that is resumed here."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """By type of part: the field with its text."""
 _ITEM_ID = re.compile(r"(msg|rs|fc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})_([0-9]+)")
@@ -75,7 +80,7 @@ class _Reader:
                 if not self._refer(item):
                     problem = f"refers to {item['id']!r}, which is not kept. {NOT_KEPT} Send the item itself"
                     raise wrong("input", problem, code="item_not_found")
-            case _ if kind.removesuffix("_output").removesuffix("_call") in LEFT_OUT:
+            case _ if kind.removesuffix("_output").removesuffix("_call") in _LEFT_OUT_ITEMS:
                 self._ignored.add(f"input.{kind}")
             case _:
                 raise unsupported("input", f"has an item of type {kind!r}, which agl cannot pass on")

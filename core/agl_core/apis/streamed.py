@@ -12,6 +12,7 @@ import orjson
 
 from agl_core.apis.reply import distinct_id, joined_content, not_a_completion, with_one_reasoning
 from agl_core.types import Json
+from agl_core.types.forms import parse_if_json
 
 LAST_EVENT = b"[DONE]"
 _TEXTS = frozenset({"content", "reasoning_content", "reasoning", "refusal"})
@@ -66,7 +67,7 @@ class StreamedCompletion:
         self.head: dict[str, Json] = {}
         """The fields beside the choices, so far."""
         self._choices: dict[int, dict[str, Any]] = {}
-        self._calls: dict[int, list[_StreamedCall]] = {}
+        self._calls: dict[int, _StreamedCalls] = {}
         # Compact: as objects each token would take a kilobyte until the reply's end.
         self._logprobs: dict[int, bytearray] = {}
         self._ids: dict[int, array[int]] = {}
@@ -84,8 +85,9 @@ class StreamedCompletion:
         """Additions at the end: calls that waited, and `{}` for functions called without arguments."""
         deltas = []
         for index, calls in self._calls.items():
-            for call in calls:
+            for call in calls.all:
                 if call.kind == "function" and not call.pieces:
+                    calls.change(call)
                     call.add("{}")
             pieces = self._unsent(index, is_over=True)
             deltas += [Delta(index, {"tool_calls": pieces})] if pieces else []
@@ -98,7 +100,7 @@ class StreamedCompletion:
             texts = {name: "".join(pieces) for name, pieces in choice["message"].items() if name in _TEXTS}
             message = {**choice["message"], **texts}
             if calls := self._calls.get(index):
-                message = {**message, "tool_calls": [call.whole() for call in calls]}
+                message = {**message, "tool_calls": [call.whole() for call in calls.all]}
             message = {"role": "assistant", "content": None if message else "", **message}
             own: dict[str, Any] = {"finish_reason": "abort", **choice, "message": message}
             if index in self._logprobs:
@@ -123,7 +125,7 @@ class StreamedCompletion:
             if name in _TEXTS and not isinstance(value, str):
                 raise TypeError(f"the {name} of a delta is no text")
             if name not in _TEXTS:
-                whole["message"][name] = value
+                whole["message"][name] = _added(whole["message"].get(name), value)
             elif value:
                 whole["message"].setdefault(name, []).append(value)
         logprobs, ids = (choice.get("logprobs") or {}).get("content"), choice.get("token_ids")
@@ -143,19 +145,13 @@ class StreamedCompletion:
         return Delta(index, message, logprobs or (), ids or ())
 
     def _add_call(self, piece: Mapping[str, Any], choice: int) -> None:
-        """Add a piece to its tool call, or begin a new one.
-
-        A name with a new id begins a call, since some servers leave the index out, or send 0 for each call. An id alone
-        does not, as older vLLM makes one up for each piece.
-        """
-        calls = self._calls.setdefault(choice, [])
+        """Add a piece to its tool call, or begin a new one."""
+        calls = self._calls.setdefault(choice, _StreamedCalls())
         own_id, number, kind = piece.get("id"), piece.get("index"), piece.get("type") or "function"
-        name = (piece.get(kind) or {}).get("name")
-        call = next((call for call in reversed(calls) if call.goes_on(own_id, number, name)), None)
-        if call is None:
-            call = _StreamedCall(kind, number)
-            calls.append(call)
-        call.own_id = call.own_id or own_id
+        written = piece.get(kind) or {}
+        name, has_text = written.get("name"), bool(written.get("arguments") or written.get("input"))
+        call = calls.under_way(own_id, number, name, has_text=has_text) or calls.begin(kind, number)
+        calls.change(call, own_id)
         if name and not call.pieces and name != call.name:
             call.name += name
         text = (piece.get(call.kind) or {}).get(call.written) or ""
@@ -163,20 +159,28 @@ class StreamedCompletion:
 
     def _unsent(self, choice: int, *, is_over: bool = False) -> list[Mapping[str, Any]]:
         """Pieces of tool calls for the client: each call in its turn, its whole name first."""
-        pieces = list[Mapping[str, Any]]()
-        calls = self._calls.get(choice, [])
-        for place, call in enumerate(calls):
-            if not call.name or not (call.id or call.pieces or is_over or call is not calls[-1]):
+        pieces, calls = list[Mapping[str, Any]](), self._calls.get(choice, _StreamedCalls())
+        for place, call in sorted(calls.changed.items()):
+            if not call.name or not (call.id or call.pieces or is_over or call is not calls.all[-1]):
                 break  # The rest of its name may come.
             text = "".join(call.unsent)
             call.unsent.clear()
+            del calls.changed[place]
             if call.id is None:
-                ids = [other.id for other in calls if other.id is not None]
-                call.id = distinct_id(call.own_id or f"call_{self._reply_id}_{choice}-{place}", ids)
+                call.id = distinct_id(call.own_id or f"call_{self._reply_id}_{choice}-{place}", calls.ids)
+                calls.ids.add(call.id)
                 pieces.append({"index": place, **call.whole()})
             elif text:
                 pieces.append({"index": place, call.kind: {call.written: text}})
         return pieces
+
+
+def _added(before: Any, piece: Any) -> Any:
+    """A field of pieces: texts and lists are joined, and so are the fields of objects (OpenAI's `function_call`)."""
+    if isinstance(before, dict) and isinstance(piece, dict):
+        return {**before, **{name: _added(before.get(name), value) for name, value in piece.items()}}
+    joined = isinstance(before, str | list) and type(before) is type(piece)
+    return before + piece if joined else piece
 
 
 @dataclass(slots=True, eq=False)
@@ -186,6 +190,7 @@ class _StreamedCall:
     kind: str
     number: int | None
     """The model server's index."""
+    place: int
     own_id: str | None = None
     """The model server's id."""
     id: str | None = None
@@ -200,13 +205,20 @@ class _StreamedCall:
         """The field of its arguments."""
         return "input" if self.kind == "custom" else "arguments"
 
-    def goes_on(self, own_id: str | None, number: int | None, name: str | None) -> bool:
+    def goes_on(self, own_id: str | None, number: int | None, name: str | None, *, has_text: bool) -> bool:
         """True if a piece with these belongs to this call."""
         if number not in (None, self.number):
             return False
         if own_id and self.own_id and (name or number is None):
             return own_id == self.own_id
+        if name and self.pieces and not own_id:
+            return name == self.name and not (has_text and self.is_whole)
         return number is not None or not name
+
+    @property
+    def is_whole(self) -> bool:
+        """True if its arguments are a JSON object."""
+        return self.pieces[-1].rstrip().endswith("}") and isinstance(parse_if_json("".join(self.pieces)), dict)
 
     def add(self, text: str) -> None:
         if text:
@@ -220,3 +232,43 @@ class _StreamedCall:
             "type": self.kind,
             self.kind: {"name": self.name or None, self.written: "".join(self.pieces)},
         }
+
+
+class _StreamedCalls:
+    """The tool calls of one choice."""
+
+    def __init__(self) -> None:
+        self.all = list[_StreamedCall]()
+        self.changed = dict[int, _StreamedCall]()
+        """Calls with something that the client has not got yet, by their places."""
+        self.ids = set[str]()
+        """The client's ids."""
+        self._by_id = dict[str, _StreamedCall]()
+        self._by_number = dict[int | None, _StreamedCall]()
+
+    def under_way(
+        self, own_id: str | None, number: int | None, name: str | None, *, has_text: bool
+    ) -> _StreamedCall | None:
+        """The call to which a piece with these belongs; None: it begins one.
+
+        A name with a new id begins a call, since some servers leave the index out, or send 0 for each call; so does a
+        name without an id behind whole arguments. An id alone does not, as older vLLM makes one up for each piece.
+        """
+        named = self._by_id.get(own_id or "")
+        if named is not None and number in (None, named.number):
+            return named
+        last = self._by_number.get(number) if number is not None else self.all[-1] if self.all else None
+        return last if last is not None and last.goes_on(own_id, number, name, has_text=has_text) else None
+
+    def begin(self, kind: str, number: int | None) -> _StreamedCall:
+        """A new call."""
+        call = self._by_number[number] = _StreamedCall(kind, number, len(self.all))
+        self.all.append(call)
+        return call
+
+    def change(self, call: _StreamedCall, own_id: str | None = None) -> None:
+        """Note that a call has something new; its first id stays."""
+        self.changed[call.place] = call
+        if own_id and not call.own_id:
+            call.own_id = own_id
+            self._by_id[own_id] = call

@@ -96,7 +96,8 @@ import agl_core
 def right(episode):
     """1 if the agent's result has the expected answer in it, word by word. It counts as [rewards.right]."""
     expected = str(episode.task.metadata[{answer}])  # beside the input in {tasks}; the agent does not see it
-    return float(re.search(rf"(?<!\\w){{re.escape(expected)}}(?!\\w)", str(episode.result), re.IGNORECASE) is not None)
+    alone = rf"(?<!\\w)(?!(?<=[-.,])\\d){{re.escape(expected)}}(?!\\w|[.,]\\d)"  # 3 is neither in -3 nor in 3,000
+    return float(re.search(alone, str(episode.result), re.IGNORECASE) is not None)
 '''
 _INPUTS = ("question", "prompt", "instruction", "problem", "query")
 _ANSWERS = ("answer", "result", "expected", "solution", "target", "label", "output")

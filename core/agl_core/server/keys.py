@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from agl_core.apis.answered import ReplyCache
-from agl_core.apis.errors import UPSTREAM_GONE, ApiError, attempt_closed
+from agl_core.apis.errors import ApiError, attempt_closed
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.errors import ServerError
 from agl_core.server.upstream import Relay
@@ -75,7 +75,7 @@ class ActiveAttempt:
     interrupted: bool = False
     """The server had no model for it, or could not record, which may break its agent."""
     gone_after: int | None = None
-    """Completed calls when the model server was last gone."""
+    """Completed calls when the model server last failed, or was gone."""
     passed_through: Counter[str] = field(default_factory=Counter)
     """By route: requests passed on and not recorded."""
     context_overflows: int = 0
@@ -131,7 +131,7 @@ class ActiveAttempt:
         self.last_failure = error.message
         self.context_overflows += error.is_context_overflow
         self.interrupted |= error.status == 503
-        if error.code == UPSTREAM_GONE:
+        if error.status >= 500:
             self.gone_after = self.completed_calls
 
 
@@ -149,8 +149,9 @@ def decided(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str 
     """The ending and error to record, by the worker's report and the gateway's own observations."""
     ending, error = request.ending, request.error
     was_gone = attempt.gone_after == attempt.completed_calls  # A call that was answered since did not break the agent.
-    if ending in _TRIED_AGAIN and (attempt.interrupted or was_gone):
-        return Ending.LOST, f"{_INTERRUPTED} {error or ''}".rstrip()
+    is_cut = was_gone and attempt.completed_calls > 0  # It caught the error, and ended without the policy's word.
+    if (ending is Ending.FINISHED and is_cut) or (ending in _TRIED_AGAIN and (attempt.interrupted or was_gone)):
+        return Ending.LOST, f"{_INTERRUPTED} {error or attempt.last_failure or ''}".rstrip()
     if ending is Ending.CRASHED and attempt.context_overflows:
         return Ending.CONTEXT_OVERFLOW, error
     if ending is not Ending.FINISHED or attempt.completed_calls:

@@ -53,12 +53,15 @@ class ProcessEngine(Engine, Generic[Options]):
     """Environment variables of the process, where the run's own environment does not set them."""
     seconds_to_end: ClassVar[float] = 5.0
     """Time to end by itself before the process group is killed."""
+    seconds_to_answer: ClassVar[float] = 120.0
+    """Time to answer a question for its versions, even in an update, before the process group is killed."""
 
     def __init__(self, options: Options, context: EngineContext) -> None:
         self._options = options
         self._context = context
         self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._numbers = itertools.count(START)
         self._answers: dict[int, asyncio.Queue[tuple[str, Any] | None]] = {}
         """Answers to commands under way, by number; None: there will be no more."""
@@ -117,6 +120,7 @@ class ProcessEngine(Engine, Generic[Options]):
         except BaseException:
             await self.stop()
             raise
+        self._watching = asyncio.create_task(self._watch())
         return Upstream(
             urls=urls,
             models={name: name for name in self._context.policies},
@@ -164,6 +168,8 @@ class ProcessEngine(Engine, Generic[Options]):
     async def stop(self) -> None:
         """End the process; calling it again changes nothing."""
         self._stopped = True
+        if self._watching is not None:
+            self._watching.cancel()
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -177,6 +183,19 @@ class ProcessEngine(Engine, Generic[Options]):
             await process.wait()
         if self._reading is not None:
             await self._reading
+
+    async def _watch(self) -> None:
+        """Kill a process that hangs: all that waits for it then hears that the engine was lost."""
+        assert self._process is not None
+        with suppress(AglError):
+            while True:
+                await asyncio.sleep(self.seconds_to_answer / 4)
+                try:
+                    await asyncio.wait_for(self.versions(), self.seconds_to_answer)
+                except TimeoutError:
+                    self._loss = f"It did not answer in {self.seconds_to_answer:g} s, and was ended"
+                    with suppress(ProcessLookupError):
+                        os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _launch(self) -> None:
         self._context.run_dir.mkdir(parents=True, exist_ok=True)
@@ -272,7 +291,7 @@ class ProcessEngine(Engine, Generic[Options]):
             _sentences(
                 f"The engine was lost during '{doing}' ({at}exit code {'none' if code is None else code})",
                 self._loss,
-                self.remedy(lines, code),
+                self.remedy(lines, None if self._loss else code),
                 self._how_to_resume,
                 self._end_of_log,
             )

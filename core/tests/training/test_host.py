@@ -197,6 +197,17 @@ async def test_a_killed_process_is_explained_by_its_exit_code(start_engine: Any)
         await updating
 
 
+async def test_a_process_that_hangs_is_ended_and_whatever_waits_for_it_hears_of_it(
+    start_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedEngine, "seconds_to_answer", 2.0)
+    engine = await start_engine(update="wait")
+    updating = await begin_update(engine)
+    os.kill(engine.pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match=r"exit code -9\)\. It did not answer in 2 s, and was ended\. Resume"):
+        await updating
+
+
 async def test_what_an_engine_lost_is_told_with_whatever_is_asked(start_engine: Any) -> None:
     engine = await start_engine(lost=True)
     for request in (engine.stats, lambda: update(engine)):

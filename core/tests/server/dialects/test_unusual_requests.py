@@ -54,6 +54,9 @@ async def test_hosted_tools_are_the_model_servers_affair(stack: Stack) -> None:
         await client.responses.create(**REQUEST, tools=[HOSTED])
 
 
+OF_OPENAI = ("file_search_call", "code_interpreter_call", "mcp_call", "mcp_list_tools", "apply_patch_call_output")
+
+
 async def test_a_session_of_codex_is_served_without_what_only_its_own_servers_know(stack: Stack) -> None:
     key = await stack.lease()
     run: Any = {"type": "function", "name": "exec_command", "parameters": {"type": "object", "properties": {}}}
@@ -67,11 +70,13 @@ async def test_a_session_of_codex_is_served_without_what_only_its_own_servers_kn
         {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done"},
         {"type": "compaction_trigger"},
+        *({"type": kind, "id": "x"} for kind in OF_OPENAI),
     ]
     raw = await stack.client(key).responses.with_raw_response.create(model="default", input=session, tools=tools)
     assert set(raw.headers[HEADER_IGNORED].split(", ")) == {
         *("tools.apply_patch", "tools.web_search", "tools.tool_search", "tools.shell", "tools.mcp__docs"),
         *("input.compaction", "input.web_search_call", "input.compaction_trigger"),
+        *(f"input.{kind}" for kind in OF_OPENAI),
     }
     (received,) = stack.upstream.received
     assert [tool["function"]["name"] for tool in received.body["tools"]] == ["exec_command"]
