@@ -213,7 +213,7 @@ async def test_what_a_trainer_left_is_lost_for_good(queue: RolloutQueue, store: 
 @pytest.mark.parametrize(
     ("reported", "calls", "overflows", "was_away", "ending", "again"),
     [
-        (Ending.FINISHED, 1, 0, True, Ending.FINISHED, False),
+        (Ending.FINISHED, 1, 0, False, Ending.FINISHED, False),
         (Ending.FINISHED, 0, 0, False, Ending.NO_CALL, False),
         (Ending.CRASHED, 0, 0, False, Ending.CRASHED, True),
         (Ending.TIMED_OUT, 0, 0, False, Ending.TIMED_OUT, True),
@@ -222,6 +222,7 @@ async def test_what_a_trainer_left_is_lost_for_good(queue: RolloutQueue, store: 
         # An attempt in which the policy acted is data, unless what broke it may have been ours.
         (Ending.CRASHED, 1, 0, False, Ending.CRASHED, False),
         (Ending.TIMED_OUT, 1, 0, False, Ending.TIMED_OUT, False),
+        (Ending.FINISHED, 1, 0, True, Ending.LOST, True),
         (Ending.CRASHED, 1, 0, True, Ending.LOST, True),
         (Ending.TIMED_OUT, 1, 0, True, Ending.LOST, True),
         (Ending.CRASHED, 0, 1, False, Ending.CONTEXT_OVERFLOW, False),
