@@ -145,7 +145,6 @@ class StreamedCompletion:
         return Delta(index, message, logprobs or (), ids or ())
 
     def _add_call(self, piece: Mapping[str, Any], choice: int) -> None:
-        """Add a piece to its tool call, or begin a new one."""
         calls = self._calls.setdefault(choice, _StreamedCalls())
         own_id, number, kind = piece.get("id"), piece.get("index"), piece.get("type") or "function"
         written = piece.get(kind) or {}
@@ -242,7 +241,6 @@ class _StreamedCalls:
         self.changed = dict[int, _StreamedCall]()
         """Calls with something that the client has not got yet, by their places."""
         self.ids = set[str]()
-        """The client's ids."""
         self._by_id = dict[str, _StreamedCall]()
         self._by_number = dict[int | None, _StreamedCall]()
 
@@ -261,7 +259,6 @@ class _StreamedCalls:
         return last if last is not None and last.goes_on(own_id, number, name, has_text=has_text) else None
 
     def begin(self, kind: str, number: int | None) -> _StreamedCall:
-        """A new call."""
         call = self._by_number[number] = _StreamedCall(kind, number, len(self.all))
         self.all.append(call)
         return call

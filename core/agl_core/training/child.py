@@ -59,9 +59,9 @@ class Host(Generic[Options]):
 
     @classmethod
     def connect(cls, options: type[Options], at_end: Callable[[], None] | None = None) -> Host[Options]:
-        """Read the settings. `at_end` is called before this process ends because its standard input did.
+        """Read the settings; `at_end` is called before this process ends with its standard input.
 
-        Standard output is for answers alone: whatever a library prints goes to the log.
+        Standard output has answers alone: a library's prints go to the log.
         """
         answers = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
@@ -75,7 +75,6 @@ class Host(Generic[Options]):
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Tell the run of an error, and end."""
         try:
             yield
         except Exception as error:
@@ -103,7 +102,7 @@ class Host(Generic[Options]):
             self._answer(*self._commands.get())
 
     def lost(self, reason: str) -> NoReturn:
-        """Tell the run that the engine lost a part of itself, and end: what waits for that part may wait for ever."""
+        """Tell the run which part of the engine was lost, and end: what waits for it may wait for ever."""
         _log.error("%s", reason)
         self._say(None, "error", reason)
         os._exit(1)
@@ -143,7 +142,6 @@ class Host(Generic[Options]):
 
 
 def message(value: Any) -> bytes:
-    """A value as it crosses: pickled, after its length."""
     data = pickle.dumps(value)
     return len(data).to_bytes(HEADER) + data
 
@@ -170,11 +168,7 @@ def in_one_line(error: Exception) -> str:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process ever had resident.
-
-    On Linux, `getrusage` counts what the parent had resident when it started this process; the kernel's own record
-    of this process's memory does not.
-    """
+    """The most memory that this process had resident; on Linux, `getrusage` counts the parent's too."""
     if peak := _memory("self/status", "VmHWM"):
         return peak
     import resource
@@ -184,10 +178,7 @@ def peak_rss_bytes() -> int:
 
 
 def descendants_bytes() -> int:
-    """Bytes that the processes below this one have resident now; a page that some share counts once.
-
-    0 where there is no /proc.
-    """
+    """Bytes resident in the processes below this one; a page that some share counts once. 0 without /proc."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # A process may end meanwhile.
@@ -209,10 +200,7 @@ def _memory(file: str, field: str) -> int:
 
 
 def build_algorithm(plugins: Plugins, name: str, options: Mapping[str, Any]) -> Any:
-    """The algorithm of this name with these options.
-
-    PluginError if no plugin brings it, ConfigError for options that it does not have.
-    """
+    """PluginError if no plugin brings the algorithm, ConfigError for options that it does not have."""
     component = plugins.component(kinds.ALGORITHM, name, "algorithm.name")
     try:
         settings = component.options.model_validate(dict(options))

@@ -83,10 +83,7 @@ class ProcessEngine(Engine, Generic[Options]):
 
     @abstractmethod
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
-        """Advice about an unexpected error or end, if there is any.
-
-        `lines` are the error's own, or the last ones of the log; `exit_code` is None while the process runs.
-        """
+        """Advice about an error, or the last lines of the log; `exit_code` is None while the process runs."""
 
     @property
     def pid(self) -> int | None:
@@ -96,14 +93,14 @@ class ProcessEngine(Engine, Generic[Options]):
         self._report = report
 
     async def start(self) -> Upstream:
-        """Start the process and wait until it serves. Raises an AglError with the reason if it does not."""
+        """Start the process and wait until it serves; an AglError says why it does not."""
         if self._process is not None:
             raise EngineError("The engine was already started.")
         self._began = self._stage_began = time.monotonic()
         try:
             await self._launch()
-            files = tuple(_absolute(file) for file in self._context.plugin_files)
-            context = replace(self._context, run_dir=_absolute(self._context.run_dir), plugin_files=files)
+            files = tuple(file.absolute() for file in self._context.plugin_files)
+            context = replace(self._context, run_dir=self._context.run_dir.absolute(), plugin_files=files)
             settings = message((self._options.model_dump(mode="json"), context))
             async with asyncio.timeout(self.seconds_to_start):
                 urls, context_length = await self._exchange("start", next(self._numbers), settings)
@@ -218,7 +215,6 @@ class ProcessEngine(Engine, Generic[Options]):
         self._reading = asyncio.create_task(self._read(self._process))
 
     async def _read(self, process: Process) -> None:
-        """Hand out what the process says, until it says no more."""
         assert process.stdout is not None
         with suppress(asyncio.IncompleteReadError):
             while True:
@@ -325,5 +321,4 @@ def _sentences(*parts: str | None) -> str:
 
 
 def _absolute(path: Path) -> Path:
-    """The process may have another working directory."""
-    return path.absolute()
+    return path.absolute()  # The process may have another working directory.
