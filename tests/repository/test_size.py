@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE = "core/agl_core/"
 BOUNDS = {
-    "lines of the product": 46520,
-    "files of the product": 237,
-    "lines of the core": 28086,
+    "lines of the product": 45910,
+    "files of the product": 236,
+    "lines of the core": 27740,
     "lines of the core's largest room": 2957,
-    "lines of all Python": 107800,
+    "lines of all Python": 107180,
     "files that one call passes": 42,
     "folders that one call passes": 12,
     "settings": 177,
