@@ -243,9 +243,11 @@ from agl_core.cli import main
 from agl_core.server import listening
 
 def run(serving):
-    key = serving.cr_frame.f_locals["key"]
+    work = serving.cr_frame.f_locals["work"]
+    key = work.cr_frame.f_locals["key"]
     print(key, key in open("/proc/self/environ").read())
     serving.close()
+    work.close()
 
 listening.run = run
 main()

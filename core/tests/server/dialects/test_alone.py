@@ -27,7 +27,7 @@ from agl_core.types.forms import parse_if_json
 
 from ..server_aids import HELLO, OWN, SMALLEST, reply
 
-HOSTED = {"type": "file_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "q"}}
+HOSTED = {"type": "later_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "q"}}
 
 
 @pytest.fixture(autouse=True)
