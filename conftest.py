@@ -25,6 +25,11 @@ STORM_TIMEOUT = 600
 if "PYTEST_XDIST_WORKER" in os.environ:  # Tests run on every core already.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if importlib.util.find_spec("typer"):
+    from agl_core.cli import add_installed, app
+
+    add_installed(app)  # Tests call `app`, without `main`.
+
 if importlib.util.find_spec("hypothesis"):  # The oracles' environment has none.
     from hypothesis import HealthCheck, settings
 

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from agl_core.builtin.credit import discounted, identical, immediate, stepwise
+from agl_core.builtin import discounted, identical, immediate, stepwise
 from agl_core.config.load import CONFIG_FILE, load
-from agl_core.health.verdict import read_metrics, series
-from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Episode, Mode, Reward
 from agl_rewards.air import air
+from agl_server.health.verdict import read_metrics, series
+from agl_server.training.rollouts import recorded_episodes
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "beds"))
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

@@ -24,7 +24,7 @@ from pathlib import Path
 from credit_truth import RULES, learned
 from make_readme import replaced
 
-from agl_core.health.verdict import read_metrics, series
+from agl_server.health.verdict import read_metrics, series
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from beds import Bed

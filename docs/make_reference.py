@@ -26,9 +26,9 @@ from agl_core.cli import add_installed, app
 from agl_core.config.models import RunConfig
 from agl_core.config.resolve import models_in
 from agl_core.config.sections import PluginChoice
-from agl_core.health.table import AlarmName
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
+from agl_server.health.table import ALARMS
 
 DOCS = Path(__file__).parent
 
@@ -130,7 +130,7 @@ def cli(page: str) -> str:
 
 def health(page: str) -> str:
     """The page with its table of alarms written anew."""
-    rows = [f"| `{name}` | {_cell(name.about)} | {_cell(name.remedy)} |" for name in AlarmName]
+    rows = [f"| `{name}` | {_cell(facts.about)} | {_cell(facts.remedy)} |" for name, facts in ALARMS.items()]
     head = "| alarm | raised when, and why it matters | what to do |\n|---|---|---|"
     return _written(page, "alarms", "\n".join([head, *rows]))
 

@@ -95,7 +95,7 @@ def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool
 
 
 def _isolated(function: Callable[..., Any], **settings: Any) -> Any:
-    from agl_core.sandbox import IsolatedFunction  # Agents' processes need no rules.
+    from agl_core.processes.sandbox import IsolatedFunction  # Agents' processes need no rules.
 
     return IsolatedFunction(function, settings)
 

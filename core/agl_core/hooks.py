@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from starlette.routing import Route
 
     from agl_core.kinds import Register
-    from agl_core.store.interface import Store
+    from agl_core.store import Store
     from agl_core.types import Attempt, Episode, Rollout
 
 API_VERSION = 1
@@ -42,8 +42,8 @@ def show_run(run: Path, host: str, port: int, operator_key: str | None) -> Abstr
 def server_routes(store: Store, leased: Callable[[Request], Any]) -> Iterable[Route] | None:
     """Further routes of the Lightning Server; those that begin with /v1/ are below the attempts' paths too.
 
-    `leased` gives the attempt (`agl_core.server.keys.ActiveAttempt`) whose agent's key a request carries, or raises
-    ApiError.
+    `leased` gives the attempt (`agl_server.gateway.attempts.ActiveAttempt`) whose agent's key a request carries, or
+    raises ApiError.
     """
 
 

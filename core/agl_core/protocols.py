@@ -247,7 +247,7 @@ class Engine(ABC):
     before `[DONE]` has `usage` and `agl`. The deltas of a choice add up to the message of the whole reply.
 
     **Updates.** `update` trains a policy by the algorithm of its `PolicySpec`, built at the start from the installed
-    plugins and the files of the context, with the options as its settings (`agl_core.training.child`). The engine asks
+    plugins and the files of the context, with the options as its settings (`agl_server.engines.child`). The engine asks
     the algorithm, and not the options, for what it needs: epochs, minibatches, a critic, a reference. Transitions that
     cannot be trained on (`agl_core.learning.batch`), or that the algorithm does not keep, are dropped, each with a
     `DropReason` and the weight 0. The result has the mean advantage and the summed weight of every other transition,
@@ -269,7 +269,7 @@ class Engine(ABC):
     **The end.** `stop` ends all processes, and may be called again and after a failed start. Whatever is asked after it
     is an EngineError. An engine does not outlive its run, however that ended.
 
-    An engine in a process of its own derives from `agl_core.training.host.ProcessEngine`.
+    An engine in a process of its own derives from `agl_server.engines.host.ProcessEngine`.
     """
 
     @abstractmethod

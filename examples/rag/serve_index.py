@@ -4,7 +4,7 @@ python examples/rag/serve_index.py --index INDEX --host 0.0.0.0 --port 8700
 RAG_RETRIEVER=http://HOST:8700 agl train …
 
 `POST /search {"query": …, "k": …}` answers `{"passages": [{"title": …, "text": …}, …]}`; `GET /health` the number of
-passages. It needs `agl-core[server]`.
+passages. It needs `agl-server`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from agl_core.server.listening import bind
+from agl_server.http.listening import bind
 
 LONGEST_QUERY = 1000
 

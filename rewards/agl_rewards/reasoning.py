@@ -10,7 +10,7 @@ from pydantic import Field
 
 from agl_core.decorators import endless_task_source
 from agl_core.errors import ConfigError, PluginError, nearest
-from agl_core.sandbox import SANDBOX_SECONDS, IsolatedRule, SandboxLimitError, run_sandboxed
+from agl_core.processes.sandbox import SANDBOX_SECONDS, IsolatedRule, SandboxLimitError, run_sandboxed
 from agl_core.types import Episode, Task
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pydantic import Field
 
 import agl_core
 from agl_core.errors import ConfigError
-from agl_core.sandbox import SandboxLimitError, run_sandboxed
+from agl_core.processes.sandbox import SandboxLimitError, run_sandboxed
 from agl_core.types import Episode
 from agl_rewards.evaluators import expected_answer
 
@@ -116,7 +116,8 @@ async def run_query(database: Path, query: str, timeout: float, hidden: int | No
 
     `hidden` is the part of every table's rows, of three, that the query does not see; 3 is all of them.
 
-    The query runs in a sandbox (`agl_core.sandbox`), since SQLite checks an interrupt only between two instructions,
+    The query runs in a sandbox (`agl_core.processes.sandbox`),
+    since SQLite checks an interrupt only between two instructions,
     and one call of `instr` or LIKE is one instruction that can take minutes. sqlite3.Error if it is not a single query
     that reads, takes longer than `timeout` seconds, or gives more than 100,000 rows or more than 10 MB of JSON;
     FileNotFoundError if the file does not exist.

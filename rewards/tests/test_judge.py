@@ -12,10 +12,10 @@ import pytest
 from agl_core.errors import ConfigError
 from agl_core.learning.rewards import ScoringRule, score
 from agl_core.testing.scripts import Fail
-from agl_core.testing.server import until
 from agl_core.types import DropReason, Ending
 from agl_rewards import JudgeError
 from agl_rewards.judge import Question
+from agl_server.testing import until
 
 from .conftest import Asked
 

@@ -160,7 +160,7 @@ def call_again_and_again(call: Callable[[], Any]) -> None:
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["upstream", *core]:
-            from agl_core.server.listening import run
+            from agl_server.http.listening import run
 
             pin(core)
             run(serve())

@@ -26,13 +26,13 @@ from server_peers import PROMPT_IDS, RESPONSE_IDS, SAID
 from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
-from agl_core.server import LightningServer
-from agl_core.server.listening import run
-from agl_core.server.queue import RolloutQueue
-from agl_core.server.upstream import RunSettings
-from agl_core.store.interface import Record
-from agl_core.store.sqlite import SqliteStore
+from agl_core.store import Record
 from agl_core.types import Attempt, Call, Choice, Ending, FinishReason, Mode, Rollout, RolloutState, Sampling, Task
+from agl_server.gateway.upstream import RunSettings
+from agl_server.http.listening import run
+from agl_server.queue.rollouts import RolloutQueue
+from agl_server.server import LightningServer
+from agl_server.store.sqlite import SqliteStore
 
 GROUP = 8
 """Rollouts of one task."""

@@ -41,9 +41,9 @@ from server_peers import AGENTS
 from tables import machine, table, write
 
 from agl_core.capture.attaching import bootstrap_variables
-from agl_core.server.listening import run
+from agl_core.client.agent import client_variables
 from agl_core.types import AttemptKey
-from agl_core.worker.agent import client_variables
+from agl_server.http.listening import run
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = "tests/benchmarks"

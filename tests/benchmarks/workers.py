@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from agl_core.client.agent import agent_environment, client_variables
+from agl_core.client.local import choose_runner, workers_beside
 from agl_core.config.models import AgentSection, UntrainedConfig, WorkerSection
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
-from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Task
-from agl_core.worker.agent import agent_environment, client_variables
-from agl_core.worker.local import choose_runner, workers_beside
+from agl_server.testing import Stack, running_stack
 
 from .tables import machine, table
 

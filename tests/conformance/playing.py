@@ -26,14 +26,14 @@ from aiohttp import web
 from agl_core.apis.alone import Alone
 from agl_core.capture import running
 from agl_core.capture.requests import HEADER_RETRIES, rollout_path
+from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import CallTools, Fail, Hold, Received, Say, Step
-from agl_core.testing.server import LeasedAttempt, Stack, running_stack
 from agl_core.testing.upstream import END_TOKEN, logprob, served
 from agl_core.types import Call, Episode, Transition
-from agl_core.worker.agent import PLACEHOLDER_KEY
+from agl_server.store.sqlite import SqliteStore
+from agl_server.testing import LeasedAttempt, Stack, running_stack
 
 from .driver import API_NAMES, Cell, Expected, Parallel, Program, Question, Reply, Scenario, Setting, Turn
 

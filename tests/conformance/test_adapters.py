@@ -13,7 +13,7 @@ import pytest
 
 from agl_core.capture import IdentityScope, Recording
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import running_stack
+from agl_server.testing import running_stack
 
 from ..support.testing_aids import blocks
 from .driver import Driver

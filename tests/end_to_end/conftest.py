@@ -21,8 +21,8 @@ from agl_command import working_folder  # noqa: F401
 from typer.testing import CliRunner
 
 from agl_core.cli import app
-from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Attempt, AttemptKey, Call, Mode, Rollout, TrainingRecord
+from agl_server.store.sqlite import SqliteStore
 
 from .engine_stack import make_policy
 

@@ -16,9 +16,9 @@ from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2Config, Qwen2
 
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Call
+from agl_server.store.sqlite import SqliteStore
+from agl_server.testing import Stack, running_stack
 from agl_torch.plugin import TorchEngine, TorchOptions
 
 CHAT_TEMPLATE = Path(__file__).parents[2] / "examples" / "chatml.jinja"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from agl_command import Agl, agl_in_process  # noqa: F401
 
-from agl_core.cli.init import read_agent_file, write_files
 from agl_core.config.load import load
 from agl_core.errors import AgentError, ConfigError
 from agl_core.testing import episodes as make
+from agl_server.commands.init import read_agent_file, write_files
 
 AGENT = '''
 """A LangChain agent that knows nothing of agl."""

@@ -19,9 +19,9 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from agl_core.config.load import load
-from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Mode, RolloutState
 from agl_online.config import learn_section
+from agl_server.store.sqlite import SqliteStore
 
 from .conftest import CALC, Agl, Command
 

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agl_core.store.sqlite import SqliteStore
 from agl_core.types import AttemptKey, Call, Mode, RolloutState
+from agl_server.store.sqlite import SqliteStore
 
 from .conftest import ROOT, Records, recorded, write_run
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-from agl_core.worker.agent import AgentContext
+from agl_core.client.agent import AgentContext
 
 NOTES = "AGL_FAULTS_NOTES"
 """The environment variable with the file's path."""

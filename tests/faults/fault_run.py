@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import tomli_w
 
-from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Attempt, Call, Rollout, Run, TrainingRecord
+from agl_server.store.sqlite import SqliteStore
 
 from .fault_agent import NOTES
 

@@ -13,15 +13,16 @@ from agl_core.config.models import SamplingSection
 from agl_core.learning.transitions import counted_calls
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
-from agl_core.server import Keys, LightningServer
-from agl_core.server.upstream import RunSettings
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call
 from agl_online.config import OnlineSection
 from agl_online.deployed import fixed_upstream
 from agl_online.sessions import Sessions
 from agl_online.wire import HEADER_SESSION, ApplicationKeys, Purpose
+from agl_server.gateway.upstream import RunSettings
+from agl_server.http.keys import Keys
+from agl_server.server import LightningServer
+from agl_server.store.sqlite import SqliteStore
 
 KEYS = Keys()
 BODY = {"model": "default", "messages": [{"role": "user", "content": "once"}]}

@@ -23,9 +23,9 @@ from agl_core.learning.batch import BatchPlan, PolicyCredit, StepBatches, filter
 from agl_core.learning.rewards import ScoringRule, reported, score
 from agl_core.plugins import Plugins
 from agl_core.protocols import PolicySpec
-from agl_core.store.sqlite import SqliteStore
-from agl_core.training.rollouts import recorded_episodes
 from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, Reward, Rollout, TransitionKey
+from agl_server.store.sqlite import SqliteStore
+from agl_server.training.rollouts import recorded_episodes
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
 

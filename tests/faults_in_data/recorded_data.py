@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agl_core.store.interface import Record
+from agl_core.store import Record
 from agl_core.testing import episodes as make
 from agl_core.types import (
     Attempt,

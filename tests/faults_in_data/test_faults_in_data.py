@@ -14,9 +14,9 @@ import torch
 
 from agl_core import kinds
 from agl_core.errors import StoreError
-from agl_core.health.rollouts import episode_metrics
 from agl_core.learning.rewards import ScoringRule
 from agl_core.types import Call, Choice, CreditKind, DropReason, Ending, Episode, FinishReason, Reward, TransitionKey
+from agl_server.health.rollouts import episode_metrics
 
 from .learning_line import CONTEXT, JUDGED, PLUGINS, RULES, WAYS, Line, Way, judged, make_checkpoint
 from .planted_faults import GONE, PLANTED, REFUSED, Fate, WholeEpisode, ids

@@ -169,7 +169,8 @@ async def vllm(setup: Setup, model: str, dtype: str, context_length: int) -> Asy
 
 async def verl_steps(setup: Setup) -> Table:
     """Steps of the veRL engine with vLLM on one GPU: conversations, a LoRA adapter, offloading, a restart."""
-    from agl_verl.plugin import VerlEngine, VerlOptions
+    from agl_verl.options import VerlOptions
+    from agl_verl.plugin import VerlEngine
 
     # agl's part of veRL's workers: used from source, it has no entry point.
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "agl_verl.verl_plugin")

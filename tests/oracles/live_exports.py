@@ -15,9 +15,9 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from agl_core.reading.export import Format, export_run
 from agl_core.testing import episodes as make
 from agl_core.types import Reward, RolloutState, Run
+from agl_server.reading.export import Format, export_run
 
 from ..support.testing_aids import write_store
 

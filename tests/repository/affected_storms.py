@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 ACROSS = ("tests/end_to_end", "tests/repository", "tests/settings", "tests/tutorial")
 """The parts that run whole runs, or every part."""
 STORMS: Mapping[str, tuple[str, ...]] = {
-    "adapters/": ("adapters", "core/tests/cli", "tests/conformance", "tests/repository"),
+    "adapters/": ("adapters", "server/tests/cli", "tests/conformance", "tests/repository"),
     "algorithms/": ("algorithms", "tests/gpu", *ACROSS),
     "apps/": ("apps", "tests/repository"),
     "deploy/": ("deploy",),
@@ -26,7 +26,7 @@ STORMS: Mapping[str, tuple[str, ...]] = {
 """By the beginning of a changed path, where storms are that it concerns; those of `tests/NAME/` are there."""
 PLAYED = "docs/tutorial/"
 """Pages that a storm plays; all others are text to the storms."""
-EVERYWHERE = ("adapters", "algorithms", "apps", "core/tests", "deploy", "examples", "rewards", "tests")
+EVERYWHERE = ("adapters", "algorithms", "apps", "core/tests", "server/tests", "deploy", "examples", "rewards", "tests")
 
 
 def affected(paths: Iterable[str]) -> list[str]:

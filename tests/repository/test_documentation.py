@@ -25,7 +25,7 @@ from agl_core.kinds import Component
 from agl_core.learning.transitions import build_episode
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
-from agl_verl.plugin import VerlOptions
+from agl_verl.options import VerlOptions
 
 from ..settings.settings_found import every_setting, settings_of
 
@@ -103,7 +103,8 @@ def test_the_readmes_run_is_the_one_that_was_measured() -> None:
 def test_the_architecture_page_names_files_that_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`([\w./-]+(?:\.py|/))`", page)) | set(re.findall(r"`([\w./-]+\.md)`", page))
-    missing = [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "core" / "agl_core"))]
+    bases = (ROOT, ROOT / "core" / "agl_core", ROOT / "server" / "agl_server")
+    missing = [name for name in named if not any((base / name).exists() for base in bases)]
 
     assert len(named) > 50
     assert sorted(missing) == []

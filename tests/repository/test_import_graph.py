@@ -9,30 +9,39 @@ from typing import Any
 
 import pytest
 
-FLOORS = [
-    {"types", "store.interface", "health.table"},
-    {
-        *("hooks", "kinds", "decorators", "plugins", "protocols"),
-        *("config", "errors", "wire", "private", "processes", "sandbox"),
-    },
-    {"capture"},
-    {"store"},
-    {"learning"},
-    {"apis"},
-    {"server"},
-    {"client"},
-    {"worker"},
-    {"health"},
-    {"training"},
-    {"reading"},
-    {"builtin"},
-    {"testing"},
-    {"cli", "__main__", ""},  # "" is agl_core itself: what it re-exports
-]
+FLOORS: dict[str, list[set[str]]] = {
+    "agl_core": [
+        {"types", "errors", "private"},
+        {"store", "kinds", "protocols", "wire", "hooks", "plugins", "config", "processes", "decorators"},
+        {"capture"},
+        {"learning"},
+        {"apis"},
+        {"client"},
+        {"builtin", "testing"},
+        {"cli", "__main__", ""},  # "" is agl_core itself: what it re-exports
+    ],
+    "agl_server": [
+        {"store", "http", "health", "engines"},
+        {"gateway"},
+        {"queue"},
+        {"routes"},
+        {"server"},
+        {"training", "testing"},
+        {"reading"},
+        {"builtin"},
+        {"commands", ""},
+    ],
+}
 
 NEIGHBOURS = {
-    "agl-torch": {"agl_core", "agl_algorithms", "agl_chat"},
-    "agl-verl": {"agl_core", "agl_algorithms", "agl_chat"},
+    "agl-core": set(),
+    "agl-chat": {"agl_core", "agl_server"},
+    "agl-otel": {"agl_core", "agl_server"},  # In the module with its route, which a server imports.
+    "agl-online": {"agl_core", "agl_server"},
+    "agl-prompts": {"agl_core", "agl_server"},
+    "agl-view": {"agl_core", "agl_server"},
+    "agl-torch": {"agl_core", "agl_server", "agl_algorithms", "agl_chat"},
+    "agl-verl": {"agl_core", "agl_server", "agl_algorithms", "agl_chat"},
 }
 """Packages of the repository that may be imported; anything else: agl_core alone."""
 
@@ -59,20 +68,20 @@ NEVER_IN_THE_CORE = {
 
 
 def floor_of(module: str) -> int:
-    """The floor that a module of the core is on."""
-    room, file = [*module.split("."), "", ""][1:3]
-    floors = {name: number for number, names in enumerate(FLOORS) for name in names}
-    floor = floors.get(f"{room}.{file}", floors.get(room))
+    """The floor that a module is on."""
+    package, room, *_ = [*module.split("."), ""]
+    floor = next((number for number, names in enumerate(FLOORS[package]) if room in names), None)
     if floor is None:
         pytest.fail(f"{module} is on no floor: add it to FLOORS here, and to DESIGN")
     return floor
 
 
-def test_each_floor_of_the_core_imports_only_what_is_below(distributions: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["agl-core", "agl-server"])
+def test_each_floor_imports_only_what_is_below(distributions: dict[str, Any], name: str) -> None:
     upward = [
         f"{i.line}: {i.importer} imports {i.target}"
-        for i in distributions["agl-core"].imports
-        if i.package == "agl_core" and floor_of(i.importer) < floor_of(i.target)
+        for i in distributions[name].imports
+        if i.package == distributions[name].package and floor_of(i.importer) < floor_of(i.target)
     ]
 
     assert upward == []
@@ -85,15 +94,14 @@ def test_distributions_import_no_sibling(distributions: dict[str, Any]) -> None:
         for name, distribution in distributions.items()
         for i in distribution.imports
         if i.package in ours - {distribution.package} - NEIGHBOURS.get(name, {"agl_core"})
-        or (name == "agl-core" and i.package in ours - {"agl_core"})
     ]
 
     assert sideways == []
 
 
-ROOMS_OF_THE_STORE = ("store", "server", "health", "training", "reading", "testing")
+ROOMS_OF_THE_STORE = ("store", "gateway", "queue", "routes", "server", "health", "training", "reading", "testing")
 HANDED_A_STORE = {
-    *("agl_core.hooks", "agl_core.plugins", "agl_core.builtin"),  # Types of a hook, and registering SQLite.
+    *("agl_core.hooks", "agl_server.builtin"),  # Types of a hook, and registering SQLite.
     *("agl_otel.plugin", "agl_otel.intake"),  # A route of the server.
     *(f"agl_online.{name}" for name in ("sessions", "session", "experience", "trials", "learner", "policies")),
 }
@@ -101,12 +109,12 @@ HANDED_A_STORE = {
 
 
 def test_commands_and_pages_read_runs_through_reading_alone(distributions: dict[str, Any]) -> None:
-    rooms = tuple(f"agl_core.{room}" for room in ROOMS_OF_THE_STORE)
+    rooms = tuple(f"agl_server.{room}" for room in ROOMS_OF_THE_STORE)
     beside = [
         f"{i.line}: {i.importer} imports {i.target}"
         for distribution in distributions.values()
         for i in distribution.imports
-        if i.target.startswith("agl_core.store") and not i.importer.startswith(rooms)
+        if i.target.startswith(("agl_core.store", "agl_server.store")) and not i.importer.startswith(rooms)
         if i.importer not in HANDED_A_STORE
     ]
 
@@ -124,10 +132,10 @@ REAL_USE = re.compile(
 def test_the_core_names_no_sibling_and_nothing_of_real_use(distributions: dict[str, Any]) -> None:
     """It learns from entry points what else is installed."""
     names = {name for d in distributions.values() for name in (d.project["name"], d.package)}
-    siblings = re.compile(rf"\b({'|'.join(sorted(names - {'agl-core', 'agl_core'}))})\b")
+    siblings = re.compile(rf"\b({'|'.join(sorted(names - {'agl-core', 'agl_core', 'agl-server', 'agl_server'}))})\b")
     wrong = [
         f"{file.name}:{number}: {line.strip()}"
-        for file in distributions["agl-core"].sources
+        for file in (*distributions["agl-core"].sources, *distributions["agl-server"].sources)
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if siblings.search(line) or REAL_USE.search(line)
     ]
@@ -149,45 +157,29 @@ def test_the_core_imports_no_framework(distributions: dict[str, Any]) -> None:
 def test_what_is_imported_is_declared(distributions: dict[str, Any]) -> None:
     """Importing a module needs nothing but the distribution's own dependencies.
 
-    Only the server's rooms may need the extra `server`, and what uses it (`agl-core[server]`); `agl_core.testing` may
-    need the extra `testing`, and pytest for its fixtures.
+    The rooms `testing` may need the extra `testing`, and pytest for their fixtures.
     """
     providers = {**NOT_INSTALLED, **importlib.metadata.packages_distributions()}
+    extra = _names(distributions["agl-core"].project["optional-dependencies"]["testing"]) | {"pytest"}
     undeclared = []
     for distribution in distributions.values():
-        project = distribution.project
-        base = _names(project["dependencies"])
-        extras = project.get("optional-dependencies", {})
-        server = base | _names(extras.get("server", []))
-        testing = server | _names(extras.get("testing", [])) | {"pytest"}
-        if "agl-core[server]" in project["dependencies"]:
-            server |= _names(distributions["agl-core"].project["optional-dependencies"]["server"])
+        base = _names(distribution.project["dependencies"])
+        if "agl-server" in base:
+            base |= _names(distributions["agl-server"].project["dependencies"])
         for i in distribution.imports:
+            if i.importer == "agl_otel.intake":  # A server imports it.
+                continue
             if not i.always or i.package in sys.stdlib_module_names or i.package == distribution.package:
                 continue
-            is_testing = i.importer.startswith("agl_core.testing")
-            allowed = testing if is_testing else base if _is_light(i.importer) else server
+            allowed = base | extra if i.importer.startswith(("agl_core.testing", "agl_server.testing")) else base
             if not allowed & _names(providers.get(i.package, [i.package])):
                 undeclared.append(f"{i.line}: {i.package}")
 
     assert sorted(undeclared) == []
 
 
-def _is_light(module: str) -> bool:
-    """True if a module belongs to the core that an agent's environment has."""
-    return module.startswith("agl_core") and not module.startswith(
-        (
-            "agl_core.apis",
-            "agl_core.server",
-            "agl_core.health.verdict",
-            "agl_core.training",
-            "agl_core.reading",
-        )
-    )
-
-
 def _names(requirements: list[str]) -> set[str]:
-    """Normalized names of distributions, from requirements like `agl-core[server]>=1`."""
+    """Normalized names of distributions, from requirements like `agl-server>=1`."""
     names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in requirements}
     names |= {"pydantic-core"} if "pydantic" in names else set()
     return {re.sub(r"[-_.]+", "-", name).lower() for name in names}

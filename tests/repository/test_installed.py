@@ -69,11 +69,16 @@ def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, 
     run(
         python,
         "-c",
-        "import agl_langchain, agl_core.worker.client, agl_core.config, agl_core.store, agl_core.cli",
+        "import agl_langchain, agl_core.client.connection, agl_core.config, agl_core.store, agl_core.cli",
     )
     listed = {p["name"]: p["origin"] for p in json.loads(run(python.parent / "agl", "plugins", "--json"))}
     assert listed["langchain"].startswith("agl-langchain ")
-    assert {"sqlite", "jsonl", "identical"} <= set(listed)
+    assert "identical" in listed
+    refused = subprocess.run(
+        [python.parent / "agl", "train", "train.toml"], capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 2
+    assert "pip install agl-server" in refused.stderr
 
 
 PIP = """#!/bin/sh

@@ -12,7 +12,7 @@ import httpx
 
 import agl_core
 from agl_core.capture.requests import HEADER_AGENT
-from agl_core.worker.agent import AgentContext
+from agl_core.client.agent import AgentContext
 
 
 async def solve(task_input: Any, context: AgentContext) -> Any:

@@ -13,12 +13,12 @@ import numpy as np
 
 import agl_core
 from agl_core import Capability, kinds
-from agl_core.builtin import Fifo
 from agl_core.kinds import NoOptions, Register
 from agl_core.protocols import Engine, EngineContext, Progress, UpdateResult, Upstream
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, Episode, Task
+from agl_server.builtin import Fifo
+from agl_server.store.sqlite import SqliteStore
 
 SEEN = "seen.json"
 """The file that the engine writes into the run's folder when it is stopped."""

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import tomli_w
 
 from agl_core.config.load import LoadedConfig, load
-from agl_core.training.metrics import Observer, Summary
-from agl_core.training.run import new_run_dir, train
 from agl_core.types import Attempt
+from agl_server.training.metrics import Observer, Summary
+from agl_server.training.run import new_run_dir, train
 
 from .scripted_parts import SEEN
 

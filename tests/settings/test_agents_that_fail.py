@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from agl_core.cli import app
 from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
-from agl_core.reading.runs import read_entry
-from agl_core.training.run import new_run_dir, train
+from agl_server.reading.runs import read_entry
+from agl_server.training.run import new_run_dir, train
 
 from . import scripted_parts
 from .settings_bench import Bench, Lines

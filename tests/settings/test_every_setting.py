@@ -19,21 +19,20 @@ from running_servers import free_port
 
 from agl_core import kinds
 from agl_core.capture import attach
-from agl_core.cli.screen import show_in_browser
 from agl_core.errors import ConfigError, TrainingError
-from agl_core.health.alarms import Watch
-from agl_core.health.table import AlarmName
 from agl_core.learning.rewards import score
 from agl_core.plugins import Plugins
-from agl_core.server import LightningServer
 from agl_core.testing import episodes as make
-from agl_core.training.checkpoints import RunState
-from agl_core.training.metrics import Observer
-from agl_core.training.rollouts import scoring_rules
-from agl_core.training.run import local_server, new_run_dir, passthrough_key
-from agl_core.training.session import engine_context, open_session
-from agl_core.types import Ending, Mode
+from agl_core.types import AlarmName, Ending, Mode
 from agl_core.wire import SERVER_FILE, LeaseRequest
+from agl_server.commands.screen import show_in_browser
+from agl_server.health.alarms import Watch
+from agl_server.server import LightningServer
+from agl_server.training.checkpoints import RunState
+from agl_server.training.metrics import Observer
+from agl_server.training.rollouts import scoring_rules
+from agl_server.training.run import local_server, new_run_dir, passthrough_key
+from agl_server.training.session import engine_context, open_session
 
 from .settings_bench import HERE, Bench, Effect, Given, Ran, ran
 from .settings_found import every_setting
@@ -337,17 +336,17 @@ EFFECTS: Mapping[str, Effect] = {
 """How changing a setting is seen in a run that has what is given."""
 
 SEEN_BY: Mapping[str, tuple[str, ...]] = {
-    "alarms.": ("core/agl_core/health", "core/tests/training"),
+    "alarms.": ("server/agl_server/health", "server/tests/training"),
     "algorithm.": ("algorithms/policy/tests", "algorithms/torch/tests"),
     "engine.torch.": ("algorithms/torch/tests",),
     "reward.feedback.": ("apps/online/tests",),
     "reward.": ("rewards/tests",),
     "credit.air.": ("rewards/tests",),
     "credit.": ("core/tests/learning",),
-    "buffer.": ("core/tests/training",),
+    "buffer.": ("server/tests/training",),
     "task_source.reasoning_gym.": ("rewards/tests",),
-    "task_source.": ("core/tests/plugins", "core/tests/training"),
-    "tracker.": ("core/tests/trackers",),
+    "task_source.": ("core/tests/plugins", "server/tests/training"),
+    "tracker.": ("server/tests/trackers",),
     "online.": ("apps/online/tests",),
     "learn.": ("apps/online/tests",),
     "optimize.": ("apps/prompts/tests",),

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from agl_core.cli import app
 from agl_core.config.load import load
 from agl_core.errors import ConfigError, PluginError, TrainingError
-from agl_core.reading.explained import is_superseded
-from agl_core.reading.runs import read_entry
-from agl_core.store.sqlite import SqliteStore
-from agl_core.training.metrics import Summary
-from agl_core.training.run import evaluate, new_run_dir, train
 from agl_core.types import Rollout, Run
+from agl_server.reading.explained import is_superseded
+from agl_server.reading.runs import read_entry
+from agl_server.store.sqlite import SqliteStore
+from agl_server.training.metrics import Summary
+from agl_server.training.run import evaluate, new_run_dir, train
 
 from . import scripted_agent, scripted_parts
 from .scripted_parts import SEEN

@@ -14,11 +14,11 @@ import pytest
 
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.errors import ServerError
-from agl_core.training.metrics import Observer
-from agl_core.training.run import local_server, new_run_dir, train
-from agl_core.training.session import open_session
 from agl_core.types import Mode, Rollout, Task
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, WORKER_KEY
+from agl_server.training.metrics import Observer
+from agl_server.training.run import local_server, new_run_dir, train
+from agl_server.training.session import open_session
 
 from .settings_bench import Bench
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agl_core.errors import CapabilityError
-from agl_core.health.alarms import alarms_of
-from agl_core.health.table import AlarmName
+from agl_core.types import AlarmName
+from agl_server.health.alarms import alarms_of
 
 from .settings_bench import Bench
 

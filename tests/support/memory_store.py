@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from agl_core.errors import StoreError
-from agl_core.store import tables
-from agl_core.store.codec import Pieces, merge
-from agl_core.store.connections import GroupWriter, Preparation, Query, Result
-from agl_core.store.interface import Record
-from agl_core.store.sqlite import SqliteStore
+from agl_core.store import Record
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout
+from agl_server.store import tables
+from agl_server.store.codec import Pieces, merge
+from agl_server.store.connections import GroupWriter, Preparation, Query, Result
+from agl_server.store.sqlite import SqliteStore
 
 
 class MemoryStore(SqliteStore):

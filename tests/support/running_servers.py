@@ -17,9 +17,9 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from agl_core.capture import AttemptContext, Recording
 from agl_core.testing.scripts import Say
-from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Attempt, Rollout
+from agl_server.testing import Stack, running_stack
 
 Upstream = TypeVar("Upstream", bound=ScriptedUpstream)
 

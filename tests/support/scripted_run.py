@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from agl_core import kinds
-from agl_core.builtin.credit import identical
+from agl_core.builtin import identical
 from agl_core.config.models import RunConfig
 from agl_core.config.resolve import Chosen, PolicyPlan
-from agl_core.health.alarms import StallWatch
 from agl_core.kinds import Component, NoOptions
 from agl_core.plugins import Plugins
 from agl_core.types import CreditKind
+from agl_server.health.alarms import StallWatch
 
 
 def scripted_config(config: RunConfig, plugins: Plugins | None = None) -> Any:

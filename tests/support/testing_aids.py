@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from agl_core.store.interface import Record
-from agl_core.store.sqlite import SqliteStore
+from agl_core.store import Record
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Episode
+from agl_server.store.sqlite import SqliteStore
 
 if TYPE_CHECKING:  # Oracles are compared where no client is installed.
-    from agl_core.testing.server import LeasedAttempt, Stack
+    from agl_server.testing import LeasedAttempt, Stack
 
 
 @contextlib.contextmanager

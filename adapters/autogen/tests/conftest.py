@@ -13,9 +13,9 @@ from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from agl_autogen import plugin
+from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
-from agl_core.worker.agent import PLACEHOLDER_KEY
+from agl_server.testing import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
 
 MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
 

@@ -21,9 +21,9 @@ from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
 from autogen_core.tools import FunctionTool, StaticWorkbench, TextResultContent, ToolOverride, ToolResult, Workbench
 
 from agl_core.capture import current_identity
+from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import ToolStatus
-from agl_core.worker.agent import PLACEHOLDER_KEY
 
 
 def add(a: int, b: int) -> int:

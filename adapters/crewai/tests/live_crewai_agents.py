@@ -15,10 +15,10 @@ os.environ.update(NO_TELEMETRY)
 from crewai import LLM, Agent, Crew, Process, Task
 from crewai.tools import BaseTool, tool
 
+from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import Stack, attached_stack, no_problems  # noqa: F401
-from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_crewai import plugin
+from agl_server.testing import Stack, attached_stack, no_problems  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

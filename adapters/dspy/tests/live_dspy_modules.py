@@ -13,11 +13,11 @@ import pytest
 import testing_aids
 from testing_aids import tools_by_call
 
+from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import Stack, attached_stack, no_problems  # noqa: F401
 from agl_core.types import Episode
-from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_dspy import plugin
+from agl_server.testing import Stack, attached_stack, no_problems  # noqa: F401
 
 
 def add(a: int, b: int) -> int:

@@ -21,10 +21,10 @@ from haystack.tools import create_tool_from_function
 from haystack.tracing.tracer import NullTracer, Span, Tracer
 from haystack.utils import Secret
 
+from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
-from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_haystack import plugin
+from agl_server.testing import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
 
 README = Path(__file__).parent.parent / "README.md"
 

@@ -12,8 +12,8 @@ from running_servers import attempt_maker, scripted_server  # noqa: F401
 
 import agl_core
 import agl_langchain
-from agl_core.testing.server import no_problems  # noqa: F401
 from agl_langchain import callback
+from agl_server.testing import no_problems  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,10 @@ from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 from testing_aids import check_snippets, weather
 
+from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
-from agl_core.worker.agent import PLACEHOLDER_KEY
 from agl_llama_index import plugin
+from agl_server.testing import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
 
 README = Path(__file__).parent.parent / "README.md"
 

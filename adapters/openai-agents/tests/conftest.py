@@ -17,9 +17,9 @@ from agents.tracing.processor_interface import TracingExporter
 from running_servers import attempt_maker, serving_a_vendor  # noqa: F401
 
 import agl_core
-from agl_core.testing.server import no_problems  # noqa: F401
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_openai_agents import runs
+from agl_server.testing import no_problems  # noqa: F401
 
 from .responses_upstream import ResponsesUpstream
 

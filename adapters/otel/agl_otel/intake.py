@@ -29,12 +29,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agl_core.apis.errors import ApiError, as_answer, openai_error
-from agl_core.server.keys import ActiveAttempt
-from agl_core.server.listening import read_body
-from agl_core.store.interface import Store
+from agl_core.store import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
 from agl_core.types.forms import count_values, parse_json
 from agl_otel.spans import SeenSpan, Span, SpanTree, see
+from agl_server.gateway.attempts import ActiveAttempt
+from agl_server.http.listening import read_body
 
 logger = logging.getLogger(__name__)
 

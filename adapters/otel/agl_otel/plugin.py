@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.routing import Route
 
-    from agl_core.store.interface import Store
+    from agl_core.store import Store
 
 
 # The words in which frameworks without an adapter of their own tell a model that a tool failed.

@@ -12,9 +12,9 @@ from testing_aids import instrumenting
 
 import agl_core
 from agl_core.plugins import Plugins
-from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.server import Stack, no_problems, running_stack  # noqa: F401
 from agl_otel import plugin, watching
+from agl_server.store.sqlite import SqliteStore
+from agl_server.testing import Stack, no_problems, running_stack  # noqa: F401
 
 from .otlp_intake import IntakeStack
 

@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from agl_core.testing.server import Stack
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import CloseRequest
+from agl_server.testing import Stack
 
 USER = {"role": "user", "content": "1 + 2?"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

@@ -16,12 +16,12 @@ from opentelemetry.trace import StatusCode, Tracer
 
 from agl_core.apis.errors import ApiError
 from agl_core.errors import StoreError
-from agl_core.server.listening import MAX_AGENT_BODY
 from agl_core.types import AttemptKey, ToolStatus
 from agl_core.types.forms import to_json
 from agl_core.wire import MAX_VALUES
 from agl_otel.intake import _decoded
 from agl_otel.spans import SpanTree, see
+from agl_server.http.listening import MAX_AGENT_BODY
 
 from .otlp_intake import IntakeStack, exported
 

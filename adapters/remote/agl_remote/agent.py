@@ -15,11 +15,11 @@ import orjson
 
 from agl_core.capture import reward
 from agl_core.capture.requests import HEADER_ROLLOUT
+from agl_core.client.agent import AgentContext
 from agl_core.errors import AgentError
 from agl_core.types import Json
 from agl_core.types.forms import parse_json
 from agl_core.wire import MAX_RESULT
-from agl_core.worker.agent import AgentContext
 
 CONNECT_TIMEOUT = 10.0
 """Seconds that a connection may take; how long the service may work, the attempt's own timeout says."""

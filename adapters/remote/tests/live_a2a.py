@@ -18,8 +18,8 @@ from a2a.types.a2a_pb2 import AgentCapabilities, AgentCard, AgentInterface
 from google.protobuf.json_format import MessageToDict
 
 from agl_core.errors import AgentError
-from agl_core.testing.server import running_stack
 from agl_remote import RemoteAgent
+from agl_server.testing import running_stack
 
 from .services import ask_model, roll_out, serving
 

@@ -13,10 +13,10 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
-from agl_core.testing.server import Stack
+from agl_core.client.agent import AgentContext
 from agl_core.types import Call, Json, Mode
-from agl_core.worker.agent import AgentContext
 from agl_remote import RemoteAgent
+from agl_server.testing import Stack
 
 
 @contextlib.asynccontextmanager

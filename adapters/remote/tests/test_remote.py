@@ -15,8 +15,8 @@ from starlette.routing import Route
 from testing_aids import blocks
 
 from agl_core.errors import AgentError
-from agl_core.testing.server import Stack, running_stack
 from agl_remote import RemoteAgent
+from agl_server.testing import Stack, running_stack
 
 from .services import ask_model, roll_out, serving
 

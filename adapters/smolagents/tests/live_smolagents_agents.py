@@ -11,10 +11,10 @@ from smolagents import CodeAgent, LogLevel, OpenAIServerModel, ToolCallingAgent,
 from testing_aids import tools_by_call
 
 from agl_core.capture import identify
+from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import Stack, attached_stack, no_problems  # noqa: F401
 from agl_core.types import Episode
-from agl_core.worker.agent import PLACEHOLDER_KEY
+from agl_server.testing import Stack, attached_stack, no_problems  # noqa: F401
 from agl_smolagents import plugin
 
 

@@ -35,8 +35,8 @@ from agl_core.apis.dialect import unsupported, wrong
 from agl_core.apis.errors import ENGINE_FAILED, ApiError, openai_error, openai_problem, rendered
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_MOVED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
-from agl_core.server.listening import unless_gone
 from agl_core.types import FinishReason
+from agl_server.http.listening import unless_gone
 
 Result = TypeVar("Result")
 CHAT_COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"

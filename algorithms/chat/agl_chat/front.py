@@ -16,10 +16,11 @@ from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import Request, SglangBackend, VllmBackend
 from agl_chat.conversation import load_text
 from agl_core.apis.errors import ApiError
-from agl_core.cli.screen import KeyVariable, Port, Screen
-from agl_core.cli.upstreams import choose_key, choose_url
+from agl_core.cli.screen import Screen
 from agl_core.errors import ConfigError, EngineError
-from agl_core.server import listening
+from agl_server.commands.screen import KeyVariable, Port
+from agl_server.commands.upstreams import choose_key, choose_url
+from agl_server.http import listening
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The model server, as http://127.0.0.1:8000.")]
 Folder = Annotated[

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from agl_chat.front import make_front
 from agl_core.errors import ConfigError, EngineError
-from agl_core.store.sqlite import SqliteStore
+from agl_server.store.sqlite import SqliteStore
 
 from .conftest import ServedModel, client_of, listening
 from .test_backends import BACKENDS, SGLANG, VLLM, Server

@@ -8,16 +8,13 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agl_core import Capability, CreditKind, hookimpl, kinds
 from agl_core.config.sections import ModelPlace
-
-if TYPE_CHECKING:
-    from agl_algorithms.policy_gradient import Algorithm
-    from agl_core.kinds import Register
+from agl_core.kinds import Register
 
 Aggregation = Literal["rollout", "token-mean", "sequence-mean"]
 RatioLevel = Literal["token", "sequence"]
@@ -295,6 +292,5 @@ def register_components(register: Register) -> None:
         )
 
 
-def _build(path: str, options: Settings) -> Algorithm:
-    algorithm: Algorithm = pkgutil.resolve_name(f"agl_algorithms.{path}")(options)
-    return algorithm
+def _build(path: str, options: Settings) -> Any:
+    return pkgutil.resolve_name(f"agl_algorithms.{path}")(options)

@@ -16,7 +16,7 @@ from torch import Tensor
 from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.policy_gradient import Samples
 from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
-from agl_core.builtin.credit import discounted, identical, stepwise
+from agl_core.builtin import discounted, identical, stepwise
 from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches
 from agl_core.testing import episodes as make
 from agl_core.testing.engines import Row, batch_of

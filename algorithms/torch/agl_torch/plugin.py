@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core import Capability, hookimpl, kinds
 from agl_core.kinds import NoOptions, Register
-from agl_core.training.host import ProcessEngine
+from agl_server.engines.host import ProcessEngine
 
 
 class TorchOptions(BaseModel):

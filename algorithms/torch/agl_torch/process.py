@@ -31,9 +31,9 @@ from agl_core.config.sections import OptimizerSection
 from agl_core.errors import CheckpointError, EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, ResponseScores, UpdateResult
-from agl_core.server.listening import bind
-from agl_core.training.child import Host, build_algorithm
 from agl_core.types import Batch, Call
+from agl_server.engines.child import Host, build_algorithm
+from agl_server.http.listening import bind
 from agl_torch.batching import CACHE, device_memory, tokens_per_pass
 from agl_torch.loading import Bases, LoadedModel, check_base, fingerprint, first_line, load_model
 from agl_torch.loop import EngineLoop
@@ -240,7 +240,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 class TorchServer:
-    """The policies behind an HTTP server, which has a thread of its own; see `agl_core.training.child.Host.serve`.
+    """The policies behind an HTTP server, which has a thread of its own; see `agl_server.engines.child.Host.serve`.
 
     The run uses it from one thread, which is not the one that samples: loading a policy delays no reply.
     """

@@ -17,7 +17,8 @@ from ray.util import list_named_actors
 
 from agl_core.errors import EngineError
 from agl_verl.config import gpus, lacking
-from agl_verl.plugin import PROCESS_LOST, VerlOptions, remedy_of
+from agl_verl.options import VerlOptions
+from agl_verl.plugin import PROCESS_LOST, remedy_of
 
 LOCAL_CPUS = 32
 """The least that a local Ray has: veRL's many small processes each reserve one, and hardly use it."""

@@ -24,8 +24,8 @@ from agl_core.config.sections import LoraSection, OptimizerSection, usual_learni
 from agl_core.errors import ConfigError, EngineError
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
-from agl_core.training.child import build_algorithm
-from agl_verl.plugin import VerlOptions
+from agl_server.engines.child import build_algorithm
+from agl_verl.options import VerlOptions
 
 if TYPE_CHECKING:
     from agl_algorithms.policy_gradient import Algorithm

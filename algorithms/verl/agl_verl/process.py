@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from agl_core.config.sections import LoraSection
 from agl_core.errors import AglError, EngineError, nearest
 from agl_core.protocols import EngineContext, Progress, ResponseScores, UpdateResult
-from agl_core.training.child import Host, in_one_line
 from agl_core.types import Batch, Call
+from agl_server.engines.child import Host, in_one_line
 from agl_verl import checkpoint
 from agl_verl.config import ChosenAlgorithm, compose, optimizers
 from agl_verl.environment import check_flash_attention, check_versions, runs_on_cpu, variables
-from agl_verl.plugin import VerlOptions
+from agl_verl.options import VerlOptions
 
 if TYPE_CHECKING:
     from agl_verl.trainer import AglTrainer
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 class Driver:
-    """veRL's trainer and what it stands on, started; see `agl_core.training.child.Host.serve`."""
+    """veRL's trainer and what it stands on, started; see `agl_server.engines.child.Host.serve`."""
 
     def __init__(self, options: VerlOptions, context: EngineContext, stage: Callable[[str], None]) -> None:
         stage("checking versions and settings")

@@ -34,8 +34,8 @@ from agl_core.errors import EngineError
 from agl_core.learning.transitions import grammar_of
 from agl_core.protocols import PolicySpec, Upstream
 from agl_core.testing import engines
-from agl_core.testing.server import running_stack
 from agl_core.types import PrefixBreak
+from agl_server.testing import running_stack
 from agl_torch.grammars import unpack
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.requests import Job, Row, distort

@@ -28,7 +28,8 @@ import pytest_asyncio
 from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
-from agl_verl.plugin import VerlEngine, VerlOptions
+from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlEngine
 
 from . import live_engine, live_runs, parity, verl_bench
 

@@ -13,7 +13,7 @@ import pytest
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import check_versions, variables
-from agl_verl.plugin import VerlOptions
+from agl_verl.options import VerlOptions
 
 from . import verl_bench
 

@@ -31,7 +31,8 @@ from agl_torch.loading import LoadedModel, load_model
 from agl_torch.process import save_policy
 from agl_torch.trainer import PolicyTrainer
 from agl_verl.config import ChosenAlgorithm
-from agl_verl.plugin import VerlEngine, VerlOptions
+from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlEngine
 
 from . import parity, verl_bench
 from .recorded import TOO_LONG

@@ -20,8 +20,8 @@ import torch
 from peft import AutoPeftModelForCausalLM
 
 from agl_core.protocols import PolicySpec
-from agl_core.store.sqlite import SqliteStore
 from agl_core.types import Ending
+from agl_server.store.sqlite import SqliteStore
 from agl_torch.loading import load_model
 
 from . import live_engine

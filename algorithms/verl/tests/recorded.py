@@ -16,7 +16,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from agl_core.builtin.credit import identical, immediate
+from agl_core.builtin import identical, immediate
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.testing import episodes as make
 from agl_core.types import Batch, CreditKind, Episode, Reward

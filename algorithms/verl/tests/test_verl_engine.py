@@ -17,7 +17,8 @@ from agl_core.protocols import EngineContext, PolicySpec
 from agl_verl import environment
 from agl_verl.checkpoint import finish, read, shards
 from agl_verl.environment import check_flash_attention
-from agl_verl.plugin import VerlEngine, VerlOptions
+from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlEngine
 
 SPEC = PolicySpec(model="/m", algorithm="grpo", algorithm_options={"beta": 0})
 

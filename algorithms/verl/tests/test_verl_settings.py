@@ -26,7 +26,8 @@ from agl_verl import config as verl_config
 from agl_verl import plugin
 from agl_verl.config import ChosenAlgorithm, lacking, refuse_decided
 from agl_verl.environment import variables
-from agl_verl.plugin import VerlEngine, VerlOptions
+from agl_verl.options import VerlOptions
+from agl_verl.plugin import VerlEngine
 from agl_verl.verl_plugin import StepSizes
 
 OPTIMIZER = {"learning_rate": 2e-4, "schedule": "cosine", "warmup_steps": 5}

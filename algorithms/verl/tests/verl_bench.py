@@ -30,7 +30,7 @@ from agl_torch.loading import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
 from agl_verl.config import ChosenAlgorithm, compose
 from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
-from agl_verl.plugin import VerlOptions
+from agl_verl.options import VerlOptions
 from agl_verl.rows import (
     OLD_LOGPROBS,
     SPAN,

@@ -12,30 +12,31 @@ from typing import Annotated, Any
 import typer
 
 from agl_core import kinds
-from agl_core.cli.screen import AsJson, ConsoleObserver, Port, Run, Screen, Set, print_json, show_in_browser, table
-from agl_core.cli.train import train_and_report
-from agl_core.cli.upstreams import ANEW, open_upstream
+from agl_core.cli.screen import AsJson, Screen, Set, print_json, table
 from agl_core.cli.words import number, one_line
+from agl_core.client.connection import LightningClient
+from agl_core.client.worker import until_signal
 from agl_core.config.load import CONFIG_FILE, SERVED, LoadedConfig, load, store_config
 from agl_core.errors import ConfigError
 from agl_core.kinds import Kind
-from agl_core.reading.explained import RolloutReport
-from agl_core.reading.rollouts import Query, list_rollouts
-from agl_core.reading.runs import find_run, has_writer, open_store, read_settings
-from agl_core.server import Keys, listening
-from agl_core.training.run import local_server, make_run_dir, removed_unless_begun, run_settings
 from agl_core.types import Mode
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, ServerFile, take_key, take_key_of, take_keys
-from agl_core.worker.client import LightningClient
-from agl_core.worker.worker import until_signal
-from agl_online import learner, policies
-from agl_online.commands import HELP
+from agl_online import HELP, learner, policies
 from agl_online.config import online_section
 from agl_online.deployed import fixed_upstream
 from agl_online.policies import POLICY_KEY, Version, find_policy
 from agl_online.sessions import check_known, sessions_of
 from agl_online.versions import By, Decision, Ledger, LedgerError, State
 from agl_online.wire import DELETE_SESSIONS, ApplicationKeys, DeleteSessions, Purpose
+from agl_server.commands.screen import ConsoleObserver, Port, Run, show_in_browser
+from agl_server.commands.train import train_and_report
+from agl_server.commands.upstreams import ANEW, open_upstream
+from agl_server.http import listening
+from agl_server.http.keys import Keys
+from agl_server.reading.explained import RolloutReport
+from agl_server.reading.rollouts import Query, list_rollouts
+from agl_server.reading.runs import find_run, has_writer, open_store, read_settings
+from agl_server.training.run import local_server, make_run_dir, removed_unless_begun, run_settings
 
 Target = Annotated[Path, typer.Argument(help="The run's configuration (TOML), or its folder.")]
 Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="Sessions, by their ids.")]

@@ -17,11 +17,11 @@ from agl_core.apis.errors import no_upstream
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import AglError, EngineError
 from agl_core.protocols import Engine, Upstream
-from agl_core.server.upstream import Destination, Relay, RunSettings
-from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints
-from agl_core.training.run import run_settings
 from agl_online.policies import Version, make_engine, policy_spec
 from agl_online.versions import Ledger, Standing
+from agl_server.gateway.upstream import Destination, Relay, RunSettings
+from agl_server.training.checkpoints import CHECKPOINTS, Checkpoints
+from agl_server.training.run import run_settings
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from agl_core.learning.batch import left_out, staleness
-from agl_core.store.interface import RolloutFilter, Store
-from agl_core.training.metrics import Advance
-from agl_core.training.rollouts import Drawn, Scored, warn_of_failed_rules
-from agl_core.training.session import Session
+from agl_core.store import RolloutFilter, Store
 from agl_core.types import Attempt, DropReason, Mode, Rollout, RolloutState, Transition, episode_return
 from agl_online.config import LearnSection
+from agl_server.training.metrics import Advance
+from agl_server.training.rollouts import Drawn, Scored, warn_of_failed_rules
+from agl_server.training.session import Session
 
 _NAME_SHARE = 0.25
 """The share of a step's weight that sessions of one name may have together."""

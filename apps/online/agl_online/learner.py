@@ -17,20 +17,20 @@ from pathlib import Path
 
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.errors import ConfigError
-from agl_core.health.table import AlarmName
-from agl_core.reading.runs import has_writer
-from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
-from agl_core.training.evaluation import Evaluated
-from agl_core.training.loop import Trainer, uninterrupted
-from agl_core.training.metrics import Advance, Observer, Summary
-from agl_core.training.rollouts import Drawn
-from agl_core.training.run import make_run_dir, train
+from agl_core.types import AlarmName
 from agl_online.config import LearnSection, learn_section
 from agl_online.deployed import DeployedVersions
 from agl_online.experience import SessionExperience, updates_since
 from agl_online.sessions import sessions_of
 from agl_online.trials import Outcomes, decide_at_gate, judge_canary, measure_divergence
 from agl_online.versions import By, Decision, Ledger, LedgerError, State
+from agl_server.reading.runs import has_writer
+from agl_server.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
+from agl_server.training.evaluation import Evaluated
+from agl_server.training.loop import Trainer, uninterrupted
+from agl_server.training.metrics import Advance, Observer, Summary
+from agl_server.training.rollouts import Drawn
+from agl_server.training.run import make_run_dir, train
 
 _STORE = "store.sqlite"
 _LOOK = 1.0

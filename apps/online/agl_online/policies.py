@@ -29,15 +29,16 @@ from agl_core.errors import ConfigError, ServerError
 from agl_core.kinds import Capability
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, EngineContext, PolicySpec
-from agl_core.reading.runs import find_run, policy_names
-from agl_core.server import Keys, LightningServer
-from agl_core.server.keys import ActiveAttempt, RolloutSource, carries, is_loopback, refused_key
-from agl_core.store.interface import Store
-from agl_core.store.sqlite import SqliteStore
-from agl_core.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, read_state
-from agl_core.training.run import run_settings
+from agl_core.store import Store
 from agl_core.types import Attempt, Call, Mode, Rollout, RolloutState, Task
 from agl_core.wire import WORKER_KEY, problem_of_key
+from agl_server.gateway.attempts import ActiveAttempt, RolloutSource
+from agl_server.http.keys import Keys, carries, is_loopback, refused_key
+from agl_server.reading.runs import find_run, policy_names
+from agl_server.server import LightningServer
+from agl_server.store.sqlite import SqliteStore
+from agl_server.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, read_state
+from agl_server.training.run import run_settings
 
 _ADAPTER = "adapter_config.json"
 

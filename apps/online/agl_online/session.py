@@ -10,15 +10,12 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from agl_core.errors import StoreError
-from agl_core.server.keys import ActiveAttempt
-from agl_core.store.interface import Record, Store
+from agl_core.store import Record, Store
 from agl_core.types import Call, Choice, Ending, Json, RolloutState
-
-if TYPE_CHECKING:
-    from agl_online.sessions import Sessions
+from agl_server.gateway.attempts import ActiveAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +29,21 @@ _MAX_WAITING = 256
 """Calls that may wait to be written; further ones are not recorded."""
 
 
+class SharedBySessions(Protocol):
+    """What the sessions of a server have in common."""
+
+    redaction: Redaction
+    counted: dict[str, int]
+    writing: set[asyncio.Task[None]]
+
+    async def end(self, session: ActiveSession, by: str) -> None: ...
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False, kw_only=True)
 class ActiveSession(ActiveAttempt):
     """A session that is open, or was. Its calls are answered even if they cannot be recorded."""
 
-    sessions: Sessions
+    shared: SharedBySessions
     used: float
     """Last, in Unix seconds."""
     recorded: bool = True
@@ -59,7 +66,7 @@ class ActiveSession(ActiveAttempt):
     async def delivered(self, arrived: bool) -> None:
         self.used = time.time()
         if arrived and self.ends_with_reply and not self.asking:
-            await self.sessions.end(self, "reply")
+            await self.shared.end(self, "reply")
 
     async def keep(self, store: Store, *calls: Call) -> None:
         """Write calls, redacted, with the session if the store lacks it. Returns in time; failures are counted.
@@ -69,15 +76,15 @@ class ActiveSession(ActiveAttempt):
         if not self.recorded or (self.closed and not self.begun):
             return
         try:
-            kept = [self.sessions.redaction.call(call) for call in calls]
+            kept = [self.shared.redaction.call(call) for call in calls]
         except Exception:
             logger.exception("A call of session %s is not recorded, because it could not be redacted.", self.id)
             self._count_missed()
             return
-        self.sessions.counted["redacted"] += sum(now is not before for now, before in zip(kept, calls, strict=True))
+        self.shared.counted["redacted"] += sum(now is not before for now, before in zip(kept, calls, strict=True))
         is_new = not self.closed and (self.missed or not self.begun)
         records: list[Record] = [self.rollout, self.record, *kept] if is_new else [*kept]
-        writing = self.sessions.writing
+        writing = self.shared.writing
         if records and len(writing) >= _MAX_WAITING:
             self._count_missed()
         elif records:
@@ -125,7 +132,7 @@ class ActiveSession(ActiveAttempt):
                 self._count_missed()
 
     def _count_missed(self) -> None:
-        self.sessions.counted["unrecorded"] += 1
+        self.shared.counted["unrecorded"] += 1
         self.missed += 1
         if not self.closed:
             self.record = replace(self.record, result={UNRECORDED_CALLS: self.missed})

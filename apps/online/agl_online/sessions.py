@@ -26,10 +26,7 @@ from agl_core.apis.errors import ApiError
 from agl_core.capture.requests import HEADER_ROLLOUT, rollout_path
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import StoreError, StoreRefusedError
-from agl_core.server.api import route, route_of
-from agl_core.server.keys import Keys, RolloutSource, SourceFactory
-from agl_core.server.upstream import Relay
-from agl_core.store.interface import Store
+from agl_core.store import Store
 from agl_core.types import Annotation, Attempt, AttemptKey, Mode, Rollout, RolloutState, Run, Task
 from agl_core.wire import Empty
 from agl_online.config import OnlineSection, online_section
@@ -53,6 +50,10 @@ from agl_online.wire import (
     Purpose,
     SessionReply,
 )
+from agl_server.gateway.attempts import RolloutSource, SourceFactory
+from agl_server.gateway.upstream import Relay
+from agl_server.http.keys import Keys
+from agl_server.routes import route, route_of
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ class Sessions(RolloutSource):
         session = ActiveSession(
             rollout,
             record,
-            sessions=self,
+            shared=self,
             answered_by=self._answering,
             reply_headers={HEADER_SESSION: rollout.id},
             used=record.started,

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.health.rollouts import health_metrics, mean
 from agl_core.learning.batch import NO_CREDIT, BatchPlan, make_batches
 from agl_core.protocols import Engine
-from agl_core.training.evaluation import Evaluated, compare
-from agl_core.training.rollouts import Scored
-from agl_core.training.session import Session
 from agl_core.types import DropReason, Episode, Mode, RolloutState, episode_return
 from agl_online.config import CanarySection, GateSection
 from agl_online.experience import read_ended
 from agl_online.versions import By, Decision, State
+from agl_server.health.rollouts import health_metrics, mean
+from agl_server.training.evaluation import Evaluated, compare
+from agl_server.training.rollouts import Scored
+from agl_server.training.session import Session
 
 _SOLVED = 1.0
 """Nothing here depends on which rollouts count as solved."""

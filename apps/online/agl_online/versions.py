@@ -17,8 +17,8 @@ import orjson
 
 from agl_core import private
 from agl_core.errors import AglError
-from agl_core.reading.runs import policy_names
-from agl_core.training.checkpoints import CHECKPOINTS, VERSIONS_FILE, Checkpoints
+from agl_server.reading.runs import policy_names
+from agl_server.training.checkpoints import CHECKPOINTS, VERSIONS_FILE, Checkpoints
 
 
 class LedgerError(AglError, ValueError):

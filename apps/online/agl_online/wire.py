@@ -11,8 +11,8 @@ from typing import Annotated, Self, TypeAlias
 from pydantic import Field, model_validator
 from starlette.requests import Request
 
-from agl_core.server.keys import Keys, carries, refused_key
 from agl_core.wire import Body, Empty, Operation, Right
+from agl_server.http.keys import Keys, carries, refused_key
 
 HEADER_SESSION = "x-agl-session"
 """With an application's key: the name that it gives the session of a call. On the server's reply: the session's id."""

@@ -11,18 +11,19 @@ from typing import Annotated
 import typer
 
 from agl_core import kinds
-from agl_core.cli.screen import ConsoleObserver, Screen, Seed, Set, table
+from agl_core.cli.screen import Screen, Set, table
+from agl_core.client.worker import until_signal
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
 from agl_core.errors import ConfigError
-from agl_core.reading.runs import find_run
-from agl_core.server.listening import run
-from agl_core.training.run import local_server, new_run_dir, removed_unless_begun, run_settings
-from agl_core.training.session import open_session
 from agl_core.wire import take_key_of
-from agl_core.worker.worker import until_signal
 from agl_prompts.config import OptimizeSection, Proposer, ServedModel
 from agl_prompts.gepa import gepa
 from agl_prompts.search import Search, SearchOverError
+from agl_server.commands.screen import ConsoleObserver, Seed
+from agl_server.http.listening import run
+from agl_server.reading.runs import find_run
+from agl_server.training.run import local_server, new_run_dir, removed_unless_begun, run_settings
+from agl_server.training.session import open_session
 
 Config = Annotated[Path | None, typer.Argument(help="The run's configuration (TOML).")]
 Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="A run: go on with its search.")]

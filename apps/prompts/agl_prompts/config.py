@@ -15,11 +15,11 @@ import orjson
 from pydantic import Field
 
 from agl_core import private
-from agl_core.cli.upstreams import open_upstream
 from agl_core.config.sections import Section
 from agl_core.errors import EngineError
 from agl_core.protocols import Engine, Upstream
 from agl_core.types.forms import parse_json
+from agl_server.commands.upstreams import open_upstream
 
 RETRY_WAITS = (2.0, 4.0, 8.0)
 """Seconds before a message is sent again that a busy or failing proposer did not answer."""

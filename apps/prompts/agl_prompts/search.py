@@ -21,15 +21,15 @@ import tomli_w
 from agl_core import private
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, TrainingError
-from agl_core.health.alarms import alarm_of_failures
-from agl_core.health.rollouts import mean
 from agl_core.learning.transitions import message_text
 from agl_core.protocols import RecordedTasks, train_index
-from agl_core.training.metrics import Observer
-from agl_core.training.rollouts import group_of
-from agl_core.training.session import Session
 from agl_core.types import Ending, Episode, Rollout, RolloutState, episode_return
 from agl_prompts.config import OptimizeSection, Proposer
+from agl_server.health.alarms import alarm_of_failures
+from agl_server.health.rollouts import mean
+from agl_server.training.metrics import Observer
+from agl_server.training.rollouts import group_of
+from agl_server.training.session import Session
 
 Candidate: TypeAlias = dict[str, str]
 """A text for each prompt, by name."""

@@ -24,10 +24,10 @@ import pytest
 import tomli_w
 from agl_command import Agl, agl_in_process, working_folder  # noqa: F401
 
-from agl_core.reading.runs import open_store
 from agl_core.testing.scripts import Fail, Received, Say, Step
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Ending, Rollout
+from agl_server.reading.runs import open_store
 
 WORDS = ("carefully", "in", "digits")
 SERVERS = ("proposer", "upstream")

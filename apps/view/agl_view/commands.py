@@ -31,8 +31,8 @@ def view(run: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> Non
     Ctrl-C ends it.
     """
     from agl_core.cli.screen import Screen
-    from agl_core.reading.runs import RUNS, find_run
-    from agl_core.server.listening import bind
+    from agl_server.http.listening import bind
+    from agl_server.reading.runs import RUNS, find_run
     from agl_view.serving import address_of, answer
 
     folders = [path if _has_runs(path) else find_run(path) for path in run] if run else [RUNS]

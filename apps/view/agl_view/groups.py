@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agl_core.learning.transitions import message_text
-from agl_core.reading.explained import RolloutEntry, RolloutReport, Turn
-from agl_core.reading.rollouts import RolloutPage, groups_of
 from agl_core.types import Rollout, TrainingRecord, are_equal
+from agl_server.reading.explained import RolloutEntry, RolloutReport, Turn
+from agl_server.reading.rollouts import RolloutPage, groups_of
 
 
 @dataclass(frozen=True, slots=True)

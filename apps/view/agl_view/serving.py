@@ -27,7 +27,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from agl_core.errors import AglError, ConfigError, StoreRefusedError
-from agl_core.server.listening import bind, url_of
+from agl_server.http.listening import bind, url_of
 from agl_view.pages.base import BadQueryError, Pages, RunFolders
 from agl_view.pages.compare import compare_page, task_page
 from agl_view.pages.run import health_page, run_page

@@ -12,7 +12,7 @@ import pytest
 from axe_core_python.base import AXE_FILE_PATH
 from chromium import CHROMIUM, MISSING, Page, opened
 
-from agl_core.store.sqlite import SqliteStore
+from agl_server.store.sqlite import SqliteStore
 from agl_view.serving import shown_beside
 
 from .viewed_runs import Folder, rollout

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from agl_core.errors import ServerError, StoreError
-from agl_core.store.connections import is_written
-from agl_core.store.sqlite import SqliteStore
+from agl_server.store.connections import is_written
+from agl_server.store.sqlite import SqliteStore
 from agl_view.serving import shown_beside
 
 from .viewed_runs import Folder, rollout
@@ -114,7 +114,7 @@ async def test_a_run_is_shown_while_this_process_writes_it_and_its_lock_stays(ru
 SECOND_WRITER = """
 import asyncio, sys
 from pathlib import Path
-from agl_core.store.sqlite import SqliteStore
+from agl_server.store.sqlite import SqliteStore
 asyncio.run(SqliteStore(Path(sys.argv[1])).open())
 """
 
@@ -122,7 +122,7 @@ asyncio.run(SqliteStore(Path(sys.argv[1])).open())
 SHOWING = """
 import asyncio, signal, sys
 from pathlib import Path
-from agl_core.store.sqlite import SqliteStore
+from agl_server.store.sqlite import SqliteStore
 from agl_view.serving import shown_beside
 
 async def show(folder):

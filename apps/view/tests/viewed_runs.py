@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from testing_aids import write_store
 
 from agl_core.learning.certificate import digest
-from agl_core.store.interface import Record
+from agl_core.store import Record
 from agl_core.testing import episodes as make
 from agl_core.types import (
     Attempt,

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from typer._click.core import Command as ClickCommand
     from typer._click.core import Context
 
-SERVER_MODULES = ("httptools", "starlette", "uvicorn")
-"""Modules of the extra `server` that agl-core imports."""
 EXPORT_MODULES = ("pyarrow", "datasets")
-"""Modules of the extra `export`."""
+"""Modules of the extra `export` of agl-server."""
 COMMANDS_GROUP = "agl.commands"
 """Entry points: functions that add a package's commands to the `typer.Typer` that they get, or to `COMMANDS`."""
 
@@ -53,20 +51,11 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "init": Command(".init", "init", START, "Write train.toml, reward.py and tasks.jsonl for your agent."),
-    "train": Command(".train", "train", START, "Train the agent that a configuration names."),
     "worker": Command(".worker", "work", START, "Run rollouts for `agl train TARGET` until that run is over."),
-    "eval": Command(".train", "evaluate", START, "Evaluate on every held-out set, and print the rewards."),
-    "run": Command(".run", "run", START, "Run a command, and record what its agent does as one rollout.", True),
-    "runs": Command(".runs", "runs", LOOK, "List runs, make them smaller, and remove them."),
-    "rollouts": Command(".runs", "rollouts", LOOK, "List the rollouts of a run, the newest last."),
-    "show": Command(".runs", "show", LOOK, "Show a rollout turn by turn, and what training made of it."),
-    "reward": Command(".data", "reward", DATA, "Try other rewards and credit on what was recorded."),
-    "export": Command(".data", "export", DATA, "Write what was recorded of a run for other tools."),
-    "import": Command(".data", "import_", DATA, "Make a run of recorded conversations."),
-    "plugins": Command(".doctor", "list_plugins", CHECK, "List every installed component."),
-    "doctor": Command(".doctor", "doctor", CHECK, "Check this environment and a configuration, a server or a run."),
+    "plugins": Command(".plugins", "list_plugins", CHECK, "List every installed component."),
 }
+OF_THE_SERVER = ("init", "train", "eval", "run", "runs", "rollouts", "show", "reward", "export", "import", "doctor")
+"""Commands that `pip install agl-server` adds."""
 
 
 class _Commands(TyperGroup):
@@ -86,6 +75,8 @@ class _Commands(TyperGroup):
         if args[0] in COMMANDS and args[0] not in self.commands:
             self.add_command(COMMANDS[args[0]].load(args[0]), args[0])
         elif args[0] not in self.commands and not args[0].startswith("-"):
+            if args[0] in OF_THE_SERVER:
+                ctx.fail(f"'{args[0]}' is a command of agl-server, which is not installed here: pip install agl-server")
             ctx.fail(f"There is no command '{args[0]}'. {nearest(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
@@ -160,10 +151,8 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, AglError):
         return str(error)
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if missing in SERVER_MODULES:
-        return f"This needs the server's packages, and {missing} is not installed: pip install 'agl-core[server]'"
     if missing in EXPORT_MODULES:
-        return f"This needs {missing}, which is not installed: pip install 'agl-core[export]'"
+        return f"This needs {missing}, which is not installed: pip install 'agl-server[export]'"
     if isinstance(error, OSError) and error.filename is not None:
         return (
             f"{error.filename} cannot be read, made or written ({error.strerror}). Check that it is there, its "

@@ -14,6 +14,10 @@ from typing import Annotated
 import typer
 
 from agl_core.cli.screen import Screen, Set
+from agl_core.client.agent import agent_environment, client_variables
+from agl_core.client.connection import LightningClient, ServerAddress, find_server, is_over
+from agl_core.client.local import choose_runner
+from agl_core.client.worker import Worker, on_signals
 from agl_core.config.load import CONFIG_FILE, read_config
 from agl_core.config.models import AgentSection, RunConfig, UntrainedConfig
 from agl_core.config.resolve import Problems
@@ -21,10 +25,6 @@ from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.types import Ending
 from agl_core.wire import take_key, take_keys
-from agl_core.worker.agent import agent_environment, client_variables
-from agl_core.worker.client import LightningClient, ServerAddress, find_server, is_over
-from agl_core.worker.local import choose_runner
-from agl_core.worker.worker import Worker, on_signals
 
 Target = Annotated[
     Path | None,

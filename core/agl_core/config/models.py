@@ -21,8 +21,7 @@ from agl_core.config.sections import (
     ServerSection,
     is_among,
 )
-from agl_core.health.table import AlarmName
-from agl_core.types import Ending, Mode
+from agl_core.types import AlarmName, Ending, Mode
 
 
 class AgentSection(Section):
@@ -317,7 +316,7 @@ class RunConfig(Section):
         cls, value: dict[AlarmName, float | Literal[False]]
     ) -> dict[AlarmName, float | Literal[False]]:
         for name, threshold in value.items():
-            if threshold is not False and name.signal is None:
+            if threshold is not False and not name.has_threshold:
                 raise ValueError(f"the alarm '{name}' has no threshold: it can only be switched off ({name} = false)")
         return value
 

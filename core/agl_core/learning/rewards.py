@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from agl_core.errors import AglError, own_line
+from agl_core.processes.sandbox import SANDBOX_SECONDS, IsolatedRule, SandboxLimitError
 from agl_core.protocols import GroupRewardRule, RewardRule, RewardValue
-from agl_core.sandbox import SANDBOX_SECONDS, IsolatedRule, SandboxLimitError
 from agl_core.types import DropReason, Ending, Episode, Json, Mode, Reward, TransitionKey, are_equal
 
 Argument = TypeVar("Argument")

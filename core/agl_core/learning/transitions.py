@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from agl_core.errors import EpisodesError
 from agl_core.learning.tool_results import choices_of, join_tool_results, messages_of, tools_of
 from agl_core.types import (
     Annotation,
@@ -30,7 +31,7 @@ from agl_core.types import (
     TransitionKey,
     derived,
 )
-from agl_core.types.forms import dump_json, load_json, to_json
+from agl_core.types.forms import dump_json, from_json, load_json, to_json
 
 
 def build_episode(
@@ -246,3 +247,24 @@ def _tool_call_text(tool_call: Any) -> str:
     if not isinstance(function, Mapping):
         return json.dumps(tool_call, ensure_ascii=False)
     return f"{function.get('name')}({function.get('arguments', function.get('input', ''))})"
+
+
+def load_episodes(path: str | os.PathLike[str]) -> list[Episode]:
+    """The episodes that `save_episodes` wrote. EpisodesError names a line that is not an episode.
+
+    episodes = agl_core.load_episodes("episodes.jsonl")
+    """
+    episodes = []
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise EpisodesError(f"{path} cannot be read: {error}.") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                episodes.append(from_json(Episode, json.loads(line)))
+        except ValueError as error:
+            raise EpisodesError(
+                f"{path}, line {number}, is no episode: {error}. Write it with agl_core.save_episodes, one a line."
+            ) from error
+    return episodes

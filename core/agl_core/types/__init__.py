@@ -9,6 +9,7 @@ from agl_core.types.episodes import episode_return as episode_return
 from agl_core.types.episodes import rounding as rounding
 from agl_core.types.episodes import scored_return as scored_return
 from agl_core.types.names import HOUSEKEEPING as HOUSEKEEPING
+from agl_core.types.names import AlarmName as AlarmName
 from agl_core.types.names import CreditKind as CreditKind
 from agl_core.types.names import DropReason as DropReason
 from agl_core.types.names import Ending as Ending

@@ -183,7 +183,7 @@ class PrefixBreak(StrEnum):
 
 
 class Verdict(StrEnum):
-    """A judgement on a rollout, by what was recorded of it: did it go as it should? (`agl_core.health.rollouts`)"""
+    """A judgement on a rollout, by what was recorded of it: did it go as it should? (`agl_server.health.rollouts`)"""
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
@@ -228,3 +228,43 @@ class Evidence(StrEnum):
     """The result of a tool call that a response asked for."""
     AGENT_NAMES = "agent_names"
     """The agent that made a call, where several agents made calls."""
+
+
+class AlarmName(StrEnum):
+    """An alarm of a run, which a configuration may switch off or give a threshold (docs/health.md)."""
+
+    REWARD_COLLAPSE = "reward_collapse"
+    ENTROPY_COLLAPSE = "entropy_collapse"
+    ENTROPY_EXPLOSION = "entropy_explosion"
+    KL_RUNAWAY = "kl_runaway"
+    KL_REFERENCE_RUNAWAY = "kl_reference_runaway"
+    NO_CONTRAST = "no_contrast"
+    TRUNCATED = "truncated"
+    PARSE_ERRORS = "parse_errors"
+    REPETITION = "repetition"
+    GIBBERISH = "gibberish"
+    TOOL_ERRORS = "tool_errors"
+    EMPTY_ANSWERS = "empty_answers"
+    BROKEN_PREFIXES = "broken_prefixes"
+    STALE = "stale"
+    GRADIENT_SPIKE = "gradient_spike"
+    LOGPROB_GAP = "logprob_gap"
+    NO_REWARD = "no_reward"
+    NO_RESULT = "no_result"
+    CACHED_REPLIES = "cached_replies"
+    FAILURES = "failures"
+    ASSERTED_TOOL_RESULTS = "asserted_tool_results"
+    CONTRADICTED_TOOL_RESULTS = "contradicted_tool_results"
+    ASSERTED_REWARDS = "asserted_rewards"
+    STALL = "stall"
+
+    @property
+    def has_threshold(self) -> bool:
+        """False for those that look at rollouts, and can only be switched off."""
+        return self not in _ON_ROLLOUTS
+
+
+_ON_ROLLOUTS = {
+    *(AlarmName.NO_REWARD, AlarmName.NO_RESULT, AlarmName.CACHED_REPLIES, AlarmName.FAILURES),
+    *(AlarmName.ASSERTED_TOOL_RESULTS, AlarmName.CONTRADICTED_TOOL_RESULTS, AlarmName.ASSERTED_REWARDS),
+}

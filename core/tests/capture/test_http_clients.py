@@ -23,7 +23,7 @@ import agl_core
 from agl_core.capture import AttemptContext, Identity, Recording, identify, running
 from agl_core.capture.requests import HEADER_ROLLOUT, HTTP_LIBRARIES, Stamper
 from agl_core.capture.watching import Patches
-from agl_core.testing.server import LeasedAttempt, Stack, running_stack
+from agl_server.testing import LeasedAttempt, Stack, running_stack
 
 pytestmark = pytest.mark.usefixtures("attached")
 

@@ -18,7 +18,7 @@ from agl_core.capture import AttemptContext, Recording, current_identity, runnin
 from agl_core.capture.marking import AgentRun
 from agl_core.errors import AgentError
 from agl_core.testing.scripts import Hold
-from agl_core.testing.server import running_stack
+from agl_server.testing import running_stack
 
 pytestmark = pytest.mark.usefixtures("attached")
 

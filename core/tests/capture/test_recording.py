@@ -44,8 +44,8 @@ from agl_core.capture import (
 )
 from agl_core.capture.context import packed_variables
 from agl_core.errors import AgentError
-from agl_core.testing.server import attached_stack
 from agl_core.types import ToolStatus
+from agl_server.testing import attached_stack
 
 
 def attempt(recording: Recording | None = None, rollout: str = "r1") -> AttemptContext:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from agl_core.client.agent import Agent, TaskPerAttempt
+from agl_core.client.local import WorkerThread
+from agl_core.client.worker import Runner
 from agl_core.testing import episodes as make
-from agl_core.testing.server import Stack, running_stack
 from agl_core.types import Attempt, Json, Rollout, Task
-from agl_core.worker.agent import Agent, TaskPerAttempt
-from agl_core.worker.local import WorkerThread
-from agl_core.worker.worker import Runner
+from agl_server.testing import Stack, running_stack
 
 
 @dataclass

@@ -18,7 +18,7 @@ import httpx
 import numpy.random
 
 from agl_core.capture import record_tool_result, reward
-from agl_core.worker.agent import AgentContext
+from agl_core.client.agent import AgentContext
 
 CLIENT = httpx.Client(
     base_url=os.environ.get("OPENAI_BASE_URL", ""), headers={"Authorization": "Bearer anything"}, timeout=30

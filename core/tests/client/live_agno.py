@@ -11,7 +11,7 @@ from agno.agent import Agent
 from agno.models.anthropic import Claude
 from agno.models.openai import OpenAIChat
 
-from agl_core.worker.agent import agent_environment, client_variables
+from agl_core.client.agent import agent_environment, client_variables
 
 
 def ask(base_url: str, key: str) -> None:

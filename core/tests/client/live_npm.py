@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from agl_core.testing.scripts import CallTools, Raw, Received, Say, Step
-from agl_core.testing.server import Stack, running_stack
 from agl_core.types import AttemptKey, Call, Ending
 from agl_core.wire import CloseRequest
+from agl_server.testing import Stack, running_stack
 
 CLAUDE_CODE = ["@anthropic-ai/claude-code"]
 AI_SDK = {

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import agl_core
 from agl_core.learning.transitions import build_episode
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.testing.server import running_stack
+from agl_server.testing import running_stack
 
 # Before any framework is imported, as a worker does it.
 agl_core.attach()

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from agl_core.worker.agent import AgentContext
+from agl_core.client.agent import AgentContext
 
 
 async def ask(context: AgentContext, text: str = "hi") -> str:

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from agl_core.capture import Recording
+from agl_core.client.agent import agent_environment, client_variables
+from agl_core.client.processes import CommandPerAttempt
 from agl_core.errors import AgentError
-from agl_core.health.rollouts import health_of
 from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
-from agl_core.testing.server import until
 from agl_core.types import Ending, Episode, Source, Task
 from agl_core.wire import LeaseRequest
-from agl_core.worker.agent import agent_environment, client_variables
-from agl_core.worker.processes import CommandPerAttempt
+from agl_server.health.rollouts import health_of
+from agl_server.testing import until
 
 PROGRAM = """
 import json, os, sys, urllib.request

@@ -18,15 +18,15 @@ import pytest
 from running_servers import run_worker
 
 from agl_core.capture import Recording
+from agl_core.client.local import choose_runner, workers_beside
+from agl_core.client.processes import ProcessPerAttempt
 from agl_core.config.models import AgentSection, UntrainedConfig, WorkerSection
 from agl_core.errors import AgentError
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
-from agl_core.testing.server import running_stack, until
 from agl_core.types import Ending, Task, ToolStatus
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, LeaseRequest
-from agl_core.worker.local import choose_runner, workers_beside
-from agl_core.worker.processes import ProcessPerAttempt
+from agl_server.testing import running_stack, until
 
 HERE = Path(__file__).parent
 AGL = Path(sys.executable).with_name("agl")

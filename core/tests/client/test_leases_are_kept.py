@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from agl_core.client.agent import Agent, AgentContext, TaskPerAttempt
+from agl_core.client.connection import LightningClient, UnreachableError
+from agl_core.client.worker import Worker
 from agl_core.errors import ServerError
 from agl_core.testing import episodes as make
-from agl_core.testing.server import until
 from agl_core.types import Ending
 from agl_core.wire import CLOSE, Answer, Asked, HeartbeatRequest, Lease, LeaseReply, Operation
-from agl_core.worker.agent import Agent, AgentContext, TaskPerAttempt
-from agl_core.worker.client import LightningClient, UnreachableError
-from agl_core.worker.worker import Worker
+from agl_server.testing import until
 
 from .road import Road, answer, ask
 
@@ -123,7 +123,7 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
         return answer
 
     queue = workplace.stack.server.queue
-    with caplog.at_level(logging.WARNING, "agl_core.worker.client"):
+    with caplog.at_level(logging.WARNING, "agl_core.client.connection"):
         async with working(workplace, agent) as (worker, road, task):
             await queue.enqueue([make.rollout("w0")])
             await called.wait()

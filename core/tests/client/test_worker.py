@@ -15,10 +15,15 @@ import openai
 import pytest
 
 from agl_core.capture import Recording, current_attempt, record_tool_result, reward
+from agl_core.client import agent as agent_module
+from agl_core.client.agent import Agent, AgentContext, Ended, TaskPerAttempt, closing, crashed
+from agl_core.client.connection import LightningClient, RefusedError
+from agl_core.client.local import choose_runner
+from agl_core.client.processes import CommandPerAttempt, ProcessPerAttempt
+from agl_core.client.worker import Runner
 from agl_core.config.models import AgentSection, UntrainedConfig, WorkerSection
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
-from agl_core.testing.server import until
 from agl_core.types import Ending, Mode, Task, ToolResult, ToolStatus
 from agl_core.wire import (
     CLOSE,
@@ -31,12 +36,7 @@ from agl_core.wire import (
     Lease,
     RewardReport,
 )
-from agl_core.worker import agent as agent_module
-from agl_core.worker.agent import Agent, AgentContext, Ended, TaskPerAttempt, closing, crashed
-from agl_core.worker.client import LightningClient, RefusedError
-from agl_core.worker.local import choose_runner
-from agl_core.worker.processes import CommandPerAttempt, ProcessPerAttempt
-from agl_core.worker.worker import Runner
+from agl_server.testing import until
 
 from .road import ask
 

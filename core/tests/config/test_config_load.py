@@ -236,8 +236,8 @@ def test_the_default_tracker_may_be_missing_but_not_a_named_one(loaded: Load, mo
     import importlib.metadata
 
     installed = importlib.metadata.entry_points(group="agl")
-    only_core = [entry for entry in installed if entry.name == "core"]
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: only_core)
+    ours = [entry for entry in installed if entry.name in ("core", "server")]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ours)
 
     assert loaded().trackers == {}
     assert loaded().config.trackers == {}

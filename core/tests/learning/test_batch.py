@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.builtin.credit import identical
+from agl_core.builtin import identical
 from agl_core.errors import PluginError
 from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches, subset
 from agl_core.learning.transitions import build_episode, grammar_of

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core import kinds
-from agl_core.builtin.credit import discounted, identical, immediate, stepwise
+from agl_core.builtin import discounted, identical, immediate, stepwise
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.learning.transitions import build_episode
 from agl_core.plugins import Plugins

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.health.rollouts import RolloutHealth, health_of
 from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.types import (
@@ -24,6 +23,7 @@ from agl_core.types import (
     ToolStatus,
     Verdict,
 )
+from agl_server.health.rollouts import RolloutHealth, health_of
 
 
 def reply(text: str, **changes: Any) -> Choice:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.builtin.credit import identical
+from agl_core.builtin import identical
 from agl_core.learning.rewards import ScoringRule, reported, score, score_all, score_groups
 from agl_core.learning.transitions import build_episode
 from agl_core.protocols import GroupRewardRule, RewardValue

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agl_core.sandbox import SandboxError, SandboxLimitError, run_sandboxed
+from agl_core.processes.sandbox import SandboxError, SandboxLimitError, run_sandboxed
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits files, sockets and processes")
 LIBC = "__import__('ctypes').CDLL(None)"

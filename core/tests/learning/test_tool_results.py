@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core.health.alarms import alarms_on
-from agl_core.health.table import AlarmName
 from agl_core.learning.tool_results import function_of
 from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
-from agl_core.types import Call, Episode, Json, Source, ToolResult, ToolStatus
+from agl_core.types import AlarmName, Call, Episode, Json, Source, ToolResult, ToolStatus
+from agl_server.health.alarms import alarms_on
 
 
 def answer(tool_call_id: str, content: Any = "22 °C") -> dict[str, Any]:

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core import kinds
-from agl_core.builtin.tasks import Mixture
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load, store_config
 from agl_core.config.models import MixtureOptions
 from agl_core.config.resolve import Chosen
 from agl_core.errors import ConfigError
-from agl_core.health.rollouts import episode_metrics
 from agl_core.kinds import Component, NoOptions
 from agl_core.protocols import TaskSource
 from agl_core.testing import episodes as make
 from agl_core.types import Task
+from agl_server.builtin.tasks import Mixture
+from agl_server.health.rollouts import episode_metrics
 
 
 class Numbers:

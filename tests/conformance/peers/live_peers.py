@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from agl_core.testing.server import running_stack
 from agl_online.policies import serving
+from agl_server.testing import running_stack
 
 from ...support.obedient import obey
 from .suites import EXPECTED, POLICY, SUITES, Suite

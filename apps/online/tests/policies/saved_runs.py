@@ -11,7 +11,7 @@ import tomli_w
 
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec, Upstream
-from agl_core.training.checkpoints import Checkpoints, RunState
+from agl_server.training.checkpoints import Checkpoints, RunState
 
 
 def make_run(

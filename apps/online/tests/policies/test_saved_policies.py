@@ -20,11 +20,11 @@ import yaml
 
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import CheckpointError, ConfigError, ServerError
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import END_TOKEN, ScriptedUpstream
 from agl_online.policies import POLICY_KEY, Version, export, load_run, policy_spec, serving
 from agl_online.versions import Ledger
+from agl_server.store.sqlite import SqliteStore
 
 from .saved_runs import LoadingEngine, make_run
 
@@ -240,7 +240,7 @@ async def test_others_are_served_with_a_valid_key_only(host: str, key: str | Non
 
 READING = """
 from agl_core.cli import main
-from agl_core.server import listening
+from agl_server.http import listening
 
 def run(serving):
     work = serving.cr_frame.f_locals["work"]

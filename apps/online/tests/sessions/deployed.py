@@ -13,16 +13,17 @@ import openai
 
 from agl_core.config.models import SamplingSection
 from agl_core.protocols import Upstream
-from agl_core.server import Keys, LightningServer
-from agl_core.server.upstream import Relay, RunSettings
-from agl_core.store.sqlite import SqliteStore
-from agl_core.testing.server import Stack, running_stack
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Annotation, AttemptKey, Call, Mode, Rollout
 from agl_online.config import OnlineSection
 from agl_online.deployed import fixed_upstream
 from agl_online.sessions import Sessions
 from agl_online.wire import ApplicationKeys, Purpose
+from agl_server.gateway.upstream import Relay, RunSettings
+from agl_server.http.keys import Keys
+from agl_server.server import LightningServer
+from agl_server.store.sqlite import SqliteStore
+from agl_server.testing import Stack, running_stack
 
 SAMPLED = RunSettings(SamplingSection(temperature=0.7, max_tokens=512), seed=1, timeout=30, attempts=2)
 SETTINGS: dict[str, Any] = {"upstream": "http://unused/v1", "applications": {"shop": 1, "mail": 1}}

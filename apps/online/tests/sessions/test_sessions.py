@@ -12,10 +12,10 @@ import pytest
 from agl_core.errors import StoreError
 from agl_core.learning.transitions import build_episode
 from agl_core.testing.scripts import Hold, Say
-from agl_core.testing.server import until
 from agl_core.types import AttemptKey, Ending, Mode, RolloutState
 from agl_online import session as of_session
 from agl_online.wire import Purpose
+from agl_server.testing import until
 
 from .deployed import Deployed, deployed
 

@@ -14,22 +14,22 @@ import numpy as np
 import tomli_w
 from scripted_run import scripted_config, scripted_session
 
-from agl_core.builtin import Fifo
 from agl_core.config.models import RunConfig
 from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Progress, ResponseScores, UpdateResult, Upstream
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.training.checkpoints import Checkpoints, RunState, read_state
-from agl_core.training.evaluation import Evaluated, TaskScore
-from agl_core.training.metrics import Observer
-from agl_core.training.rollouts import Collector
 from agl_core.types import AttemptKey, Batch, Mode
 from agl_online.config import LearnSection
 from agl_online.learner import Learner
 from agl_online.plugin import users_said
 from agl_online.versions import Ledger
+from agl_server.builtin import Fifo
+from agl_server.store.sqlite import SqliteStore
+from agl_server.training.checkpoints import Checkpoints, RunState, read_state
+from agl_server.training.evaluation import Evaluated, TaskScore
+from agl_server.training.metrics import Observer
+from agl_server.training.rollouts import Collector
 
 from .sessions_of_use import Sessions
 

@@ -12,14 +12,14 @@ from typing import Any, cast
 
 from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
-from agl_core.store.sqlite import SqliteStore
 from agl_core.testing import episodes as make
-from agl_core.training.metrics import Observer
-from agl_core.training.rollouts import Collector, Drawn
 from agl_core.types import Annotation, Attempt, Call, Ending, Mode, Rollout, RolloutState, Task
 from agl_online.config import LearnSection
 from agl_online.experience import SessionExperience, updates_since
 from agl_online.plugin import users_said
+from agl_server.store.sqlite import SqliteStore
+from agl_server.training.metrics import Observer
+from agl_server.training.rollouts import Collector, Drawn
 
 NOTHING: Mapping[Ending, float | str] = {Ending.LOST: "drop", Ending.NO_CALL: "drop"}
 

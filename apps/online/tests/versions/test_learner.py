@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from agl_core.testing.server import until
-from agl_core.training.rollouts import Drawn
 from agl_core.types import Call, DropReason, Ending, Sampling
 from agl_online.versions import By, Decision, State
+from agl_server.testing import until
+from agl_server.training.rollouts import Drawn
 
 from .scripted_learner import KilledError, World, world
 from .sessions_of_use import WaitsError, sessions

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_core.training.evaluation import Evaluated, TaskScore
 from agl_online.config import CanarySection, GateSection
 from agl_online.trials import Outcome, decide_at_gate, judge_canary, lower_bound
 from agl_online.versions import By, Decision, State
+from agl_server.training.evaluation import Evaluated, TaskScore
 
 SAME = np.random.default_rng(0).random(100) < 0.6
 NEAR = {"eval/sampled/kl": 0.02}

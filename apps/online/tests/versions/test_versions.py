@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from agl_core.errors import AglError
-from agl_core.training.checkpoints import CHECKPOINTS, VERSIONS_FILE, Checkpoints, RunState
 from agl_online.cli import versions
 from agl_online.policies import Version
 from agl_online.versions import By, Ledger, LedgerError, State
+from agl_server.training.checkpoints import CHECKPOINTS, VERSIONS_FILE, Checkpoints, RunState
 
 from ..policies.saved_runs import make_run
 from .deployed_runs import decide, make_canary, make_deployed, make_passed, make_stable

@@ -1,6 +1,6 @@
 """The pages of runs, rollouts, groups and calls, and what all pages share.
 
-`agl_core.reading` reads the data, a template makes HTML of it.
+`agl_server.reading` reads the data, a template makes HTML of it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import AglError, ConfigError, nearest
-from agl_core.health.verdict import MetricsLine, read_metrics, series
-from agl_core.reading.explained import (
+from agl_core.types import Ending, Mode, ToolStatus, Verdict
+from agl_core.types.names import RolloutState
+from agl_server.health.verdict import MetricsLine, read_metrics, series
+from agl_server.reading.explained import (
     GroupCredit,
     GroupReport,
     RolloutReport,
@@ -27,10 +29,8 @@ from agl_core.reading.explained import (
     read_call,
     read_group,
 )
-from agl_core.reading.rollouts import Query, read_page
-from agl_core.reading.runs import RunEntry, read_entry, state_mark
-from agl_core.types import Ending, Mode, ToolStatus, Verdict
-from agl_core.types.names import RolloutState
+from agl_server.reading.rollouts import Query, read_page
+from agl_server.reading.runs import RunEntry, read_entry, state_mark
 from agl_view import charts
 from agl_view.groups import align, groups_on
 from agl_view.templating import make_environment, page_address

@@ -12,12 +12,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agl_core.health.verdict import held_out, read_metrics, series
-from agl_core.reading.explained import RolloutEntry, read_group
-from agl_core.reading.rollouts import Query, read_entries
-from agl_core.reading.runs import read_settings
-from agl_core.training.checkpoints import differences
 from agl_core.types import Mode, Task
+from agl_server.health.verdict import held_out, read_metrics, series
+from agl_server.reading.explained import RolloutEntry, read_group
+from agl_server.reading.rollouts import Query, read_entries
+from agl_server.reading.runs import read_settings
+from agl_server.training.checkpoints import differences
 from agl_view.charts import Points, line_chart
 from agl_view.groups import align
 from agl_view.pages.base import BadQueryError, Pages, read_query, whole

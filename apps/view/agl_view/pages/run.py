@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import AglError, ConfigError
-from agl_core.health.verdict import LOSSES, MetricsLine, counts, held_out, read_health, series
-from agl_core.reading.rollouts import Query, list_rollouts, read_entries
-from agl_core.reading.runs import read_entry, read_settings, read_start
 from agl_core.types import Mode, Verdict
+from agl_server.health.verdict import LOSSES, MetricsLine, counts, held_out, read_health, series
+from agl_server.reading.rollouts import Query, list_rollouts, read_entries
+from agl_server.reading.runs import read_entry, read_settings, read_start
 from agl_view.charts import Chart, Link, Points, histogram, line_chart, stacked
 from agl_view.pages.base import Pages, read_query, run_line
 from agl_view.templating import page_address

@@ -1,0 +1,319 @@
+"""`agl run`: a command in its environment, its recording, and the messages about it; `agl worker` by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from running_servers import run_worker
+from typer.testing import CliRunner
+
+from agl_core.capture.attaching import SITE
+from agl_core.cli import app
+from agl_core.errors import ConfigError
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import CallTools, Say
+from agl_core.types import AttemptKey, Ending, Mode, Task
+from agl_core.wire import WORKER_KEY
+from agl_server.store.sqlite import SqliteStore
+from agl_server.testing import running_stack
+
+from .run_stack import Bench
+
+PARENT = """
+import subprocess, sys, agl_core, sitecustomize
+assert sitecustomize.mine == "the user's own"
+agl_core.reward(0.25)
+agl_core.state(plan=["ask"])
+sys.exit(subprocess.run([sys.executable, "child.py", *sys.argv[1:]]).returncode)
+"""
+
+CHILD = """
+import sys, threading, agl_core, httpx2
+from openai import OpenAI
+
+@agl_core.tool
+def search(query):
+    raise TimeoutError("too slow")
+
+def work():
+    with agl_core.agent("seeker"):
+        agl_core.state(plan=["ask", "search"])
+        OpenAI().chat.completions.create(
+            model="any", temperature=0.25, top_p=0.5, messages=[{"role": "user", "content": "hello"}])
+        try:
+            search("x")
+        except TimeoutError:
+            agl_core.reward(0.5)
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+elsewhere = httpx2.post(sys.argv[1] + "/chat/completions", json={"messages": [{"role": "user", "content": "direct"}]})
+print("done")
+sys.exit(3)
+"""
+
+
+ASKING = """
+import sys
+from openai import OpenAI
+OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": sys.argv[1]}])
+"""
+
+
+TOOLS = """
+from openai import OpenAI
+asked = [{"role": "user", "content": "1 + 2?"}]
+reply = OpenAI().chat.completions.create(model="any", messages=asked).choices[0].message
+asked += [reply, {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "3"}]
+OpenAI().chat.completions.create(model="any", messages=asked)
+"""
+
+
+def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -> None:
+    running.script("agent.py", PARENT)
+    running.script("child.py", CHILD)
+    mine = running.folder / "mine"
+    mine.mkdir()
+    (mine / "sitecustomize.py").write_text('mine = "the user\'s own"\n')
+
+    result = running.run(sys.executable, "agent.py", running.upstream.url, PYTHONPATH=str(mine))
+
+    assert (result.returncode, result.stdout) == (3, "done\n"), result.stderr
+    rollout, attempt, episode = running.recorded()
+    assert (attempt.ending, rollout.mode) == (Ending.CRASHED, Mode.EVAL_SAMPLED)
+    assert attempt.error == "the command ended with status 3"
+    [transition] = episode.transitions
+    assert (transition.agent, transition.state) == ("seeker", {"plan": ["ask", "search"]})
+    assert [(o.tool, o.status.value, o.arguments) for o in transition.tool_results] == [
+        ("search", "timeout", {"query": "x"})
+    ]
+    assert [(r.name, r.value, r.source) for r in episode.rewards] == [("reward", 0.75, "agent")]
+    probe, *_, forwarded, elsewhere = running.upstream.received
+    assert probe.body["messages"][-1]["content"] == "Say OK."
+    names = ("temperature", "top_p", "max_tokens", "seed", "model")
+    assert [forwarded.body.get(name) for name in names] == [0.25, 0.5, None, None, "served"]
+    assert [name for name in elsewhere.headers if name.lower().startswith("x-agl") or "auth" in name.lower()] == []
+    assert "crashed: 1 LLM call by seeker, 1 tool result\n" in result.stderr
+    assert "the model server tokenises each turn anew" in result.stderr
+    message = f"past agl, and not recorded: 1 call to {running.upstream.url}/chat/completions"
+    assert message in result.stderr.replace("localhost", "127.0.0.1")
+
+    shown = running.agl("show", rollout.id)
+    assert 'state {"plan": ["ask", "search"]}' in shown.stdout, shown.stderr
+    assert "search" in shown.stdout
+    assert rollout.id in running.agl("rollouts", COLUMNS="160").stdout
+
+
+def test_without_a_call_and_without_ids_it_says_so(running: Bench) -> None:
+    running.upstream.returns_ids = False
+
+    # Some of Anthropic's clients refuse, or warn of, a second key.
+    printing = "import os; print(os.environ.get('ANTHROPIC_AUTH_TOKEN', 'hello'))"
+    running.script("codex", f"#!{sys.executable}\n{printing}").chmod(0o700)
+    result = running.run("./codex", ANTHROPIC_AUTH_TOKEN="the user's own")
+
+    assert (result.returncode, result.stdout) == (0, "hello\n")
+    assert running.recorded()[1].ending is Ending.NO_CALL
+    assert "no_call: 0 LLM calls" in result.stderr
+    assert "OPENAI_BASE_URL" in result.stderr
+    assert 'wire_api = "responses"' in result.stderr
+    start, _, _ = result.stderr.partition("recording to")
+    assert "its replies lack prompt_token_ids, token_ids, logprobs" in start
+    assert "not trained on" in start
+
+
+def test_a_python_without_agl_is_recorded_and_the_loss_is_told(running: Bench) -> None:
+    broken = running.folder / "broken" / "agl_core"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('not for this Python')\n")
+    running.script("agent.py", TOOLS)
+    running.answers(*[CallTools([("add", {"a": 1})])] * 6)
+
+    result = running.run("env", f"PYTHONPATH={SITE}{os.pathsep}{broken.parent}", sys.executable, "agent.py", "hi")
+
+    assert result.returncode == 0, result.stderr
+    assert "agl could not attach to" in result.stderr
+    assert "ImportError: not for this Python" in result.stderr
+    assert "finished: 2 LLM calls, 1 tool result\n" in result.stderr, "as the conversation shows"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, 128 + signal.SIGTERM)], ids=["ctrl-c", "sigterm"]
+)
+def test_signals_are_passed_on_and_so_is_the_status(running: Bench, number: signal.Signals, code: int) -> None:
+    running.script(
+        "agent.py",
+        """
+        import signal, sys, time
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+        print("ready", flush=True)
+        time.sleep(60)
+        """,
+    )
+    command = running.command("run", "--upstream", running.upstream.url, "--", sys.executable, "agent.py")
+    process = subprocess.Popen(
+        command,
+        cwd=running.folder,
+        env=running.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # no terminal, whoever runs the tests
+    )
+    with process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        assert process.wait(60) == code
+    assert running.recorded()[1].ending is Ending.CANCELLED
+
+
+def test_what_is_wrong_is_said_before_anything_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agl_core.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def error_of(*arguments: str) -> str:
+        return str(CliRunner().invoke(app, ["run", *arguments]).exception)
+
+    assert "no command 'pythn'" in error_of("--", "pythn", "agent.py")
+    assert "no model server to forward to. Name one with --upstream" in error_of("--", "true")
+    assert "'localhost:8000' is not a URL" in error_of("--upstream", "localhost:8000", "--", "true")
+    assert "cannot be reached" in error_of("--upstream", "http://127.0.0.1:9/v1", "--", "true")
+    assert "variable NO_SUCH_KEY" in error_of(
+        "--upstream", "http://h/v1", "--upstream-key-env", "NO_SUCH_KEY", "--", "true"
+    )
+    assert "leave out --upstream" in error_of("--config", "a.toml", "--model", "m", "--", "true")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_answers_are_those_of_the_model_that_was_chosen(running: Bench) -> None:
+    running.upstream.models = ["large", "small"]
+    running.answers(Say("OK"))
+    running.script(
+        "agent.py",
+        """
+        from openai import OpenAI
+        for model in ("small", "tiny"):
+            try:
+                OpenAI().chat.completions.create(model=model, messages=[{"role": "user", "content": "a"}])
+            except Exception as error:
+                print(error.status_code, error)
+        """,
+    )
+    arguments = ("--upstream", running.upstream.url, "--", sys.executable, "agent.py")
+
+    result = running.agl("run", *arguments)
+    assert (result.returncode, result.stdout[:3]) == (0, "404"), result.stderr
+    assert "lists no model 'tiny'" in result.stdout
+    assert "name one with --model" in result.stderr
+    result = running.agl("run", "--model", "large", *arguments)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+
+    assert [request.body["model"] for request in running.upstream.received] == ["small", *["large"] * 4]
+    assert [t.policy for t in running.recorded()[2].transitions] == ["small"]
+    assert [t.policy for t in running.recorded("capture-2")[2].transitions] == ["default", "default"]
+
+
+def test_a_name_collects_recordings(running: Bench) -> None:
+    running.script("agent.py", ASKING)
+    arguments = ("--upstream", running.upstream.url, "--name", "up", "--", sys.executable, "agent.py")
+    assert [running.agl("run", *arguments, word).returncode for word in ("first", "second")] == [0, 0]
+
+    async def recordings() -> list[tuple[int, str]]:
+        async with SqliteStore(running.folder / "runs" / "up" / "store.sqlite", read_only=True) as store:
+            rollouts = await store.rollouts()
+            calls = [await store.calls([AttemptKey(rollout.id, 0)]) for rollout in rollouts]
+            texts = [call.request["messages"][0]["content"] for [call] in calls]
+            return list(zip((rollout.restart for rollout in rollouts), texts, strict=True))
+
+    assert asyncio.run(recordings()) == [(0, "first"), (1, "second")]
+    assert [path.name for path in (running.folder / "runs").iterdir()] == ["up"]
+
+    result = running.agl("run", *[argument if argument != "up" else "../runs/up" for argument in arguments], "third")
+    assert "cannot be a folder's name" in result.stderr
+
+    (running.folder / "runs" / "trained").mkdir()
+    (running.folder / "runs" / "trained" / "config.toml").write_text("config_version = 1\n")
+    result = running.agl("run", *[argument if argument != "up" else "trained" for argument in arguments], "third")
+    assert (result.returncode, "recording to runs/trained-2" in result.stderr) == (0, True)
+
+
+# `agl worker` where there is nothing but the agent: no engine, no algorithm, no rewards, no weights.
+
+
+AGENT = """
+import json, os
+import httpx
+
+def solve(task_input):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    body = {"model": "m", "messages": [{"role": "user", "content": task_input["question"]}]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    answer = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False).raise_for_status().json()
+    return answer["choices"][0]["message"]["content"]
+
+if __name__ == "__main__":
+    print(json.dumps(solve(json.loads(os.environ["AGL_TASK"]))))
+"""
+
+CONFIG: dict[str, Any] = {
+    "config_version": 1,
+    "agent": {"entry": "an_agent:solve"},
+    "tasks": {"train": {"source": "absent"}},
+    "policies": {"default": {"model": {"path": "./absent"}}},
+    "rewards": {"absent": {"weight": 1.0}},
+    "credit": {"name": "absent"},
+    "algorithm": {"name": "absent", "absent": {"epochs": 2}},
+    "engine": {"name": "absent"},
+    "trackers": {"absent": {}},
+}
+"""A run whose plugins and weights are on the trainer's machine alone."""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train.toml"],
+        ["train.toml", "--command", f"{sys.executable} an_agent.py"],
+        ["--command", f"{sys.executable} an_agent.py", "--concurrency", "2"],
+        ["--entry", "an_agent:solve"],
+    ],
+    ids=["of a configuration", "another than the configuration's", "a command alone", "an entry alone"],
+)
+async def test_a_worker_needs_the_agent_and_nothing_that_trains(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "an_agent.py").write_text(AGENT)
+    (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
+    async with running_stack() as stack:
+        stack.upstream.script(Say("four"))
+        rollout = make.rollout("r", task=Task("t", {"question": "2 + 2?"}))
+        key = {WORKER_KEY: stack.server.worker_key}
+        attempt = await run_worker(stack, rollout, tmp_path, *arguments, **key)
+        [call] = await stack.calls(attempt.key)
+    assert (attempt.ending, attempt.result) == (Ending.FINISHED, "four")
+    assert call.request["messages"][0]["content"] == "2 + 2?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "Name the run's configuration or its folder"),
+        (["--server", "http://127.0.0.1:1"], "either --entry or --command"),
+        (["--entry", "a:b"], "Only with --server"),
+        (["--server", "http://127.0.0.1:1", "--entry", "a:b", "--set", "seed=1"], "without --set"),
+        (["--server", "http://127.0.0.1:1", "--entry", "a:b", "--command", "c"], "--entry or --command.*not both"),
+        (["--server", "http://127.0.0.1:1", "--entry", "ab"], "--entry or --command.*'module:function'"),
+    ],
+)
+def test_what_a_worker_lacks_is_said(arguments: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        CliRunner().invoke(app, ["worker", *arguments], catch_exceptions=False)

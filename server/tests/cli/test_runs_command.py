@@ -1,0 +1,277 @@
+"""`agl runs`: what it lists, what it takes away, and what it leaves; looking at a run runs no code of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_core.errors import ConfigError, StoreError
+from agl_core.testing import episodes as make
+from agl_core.types import Mode, RolloutState
+from agl_server.training.checkpoints import Checkpoints, RunState
+
+WRITER = """
+import asyncio, pathlib, sys
+from agl_server.store.sqlite import SqliteStore
+
+async def hold():
+    async with SqliteStore(pathlib.Path(sys.argv[1])):
+        print("open", flush=True)
+        sys.stdin.read()
+
+asyncio.run(hold())
+"""
+
+
+def add_checkpoints(folder: Path, rewards: list[float]) -> None:
+    checkpoints = Checkpoints(folder / "checkpoints", keep=len(rewards))
+    evaluations: list[dict[str, Any]] = []
+    for step, reward in enumerate(rewards, 1):
+        evaluations.append({"step": step, "set": "eval", "mode": "greedy", "reward": reward})
+        part = checkpoints.begin(step)
+        (part / "weights").write_bytes(bytes(1000))
+        checkpoints.commit(part, RunState(step=step, evaluations=list(evaluations)))
+
+
+def write_metrics(folder: Path, rewards: list[float]) -> None:
+    lines: list[dict[str, Any]] = [{"step": 0, "kind": "eval", "eval/greedy/reward/mean": rewards[0]}]
+    for step, reward in enumerate(rewards[1:], 1):
+        lines.append({"step": step, "kind": "train", "reward/mean": 0.3})
+        lines.append({"step": step, "kind": "eval", "easy/greedy/reward/mean": 1.0, "eval/greedy/reward/mean": reward})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 9, "ki')
+
+
+@pytest.fixture
+def trained(run: Any) -> Any:
+    """Three steps with rollouts, checkpoints and metrics; the second checkpoint is the best."""
+    run.put(*(record for step in (2, 3) for member in ("m0", "m1") for record in run.trained(step, member)))
+    add_checkpoints(run.store.parent, [0.2, 0.9, 0.4])
+    (run.store.parent / "summary.json").write_text("{}")
+    write_metrics(run.store.parent, [0.1, 0.2, 0.9, 0.4])
+    return run
+
+
+def listed(run: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(run.agl("runs", "list", "--json").stdout)
+    return rows
+
+
+def test_runs_are_listed_with_what_became_of_them(trained: Any) -> None:
+    run = trained
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
+    (run.folder / "runs" / "caught").mkdir()
+    (run.folder / "runs" / "caught" / "config.toml").write_text("[capture]\n")
+    by_name = {Path(row["folder"]).name: row for row in listed(run)}
+    calc = by_name["calc"]
+    assert (calc["state"], calc["steps"], calc["of_steps"]) == ("finished", 3, 3)
+    assert (calc["reward_before"], calc["reward_after"]) == (0.1, 0.4)
+    assert calc["size"] == sum(file.stat().st_size for file in run.store.parent.rglob("*") if file.is_file())
+    assert (by_name["caught"]["state"], by_name["caught"]["of_steps"]) == ("capture", None)
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 4})
+    assert {row["state"] for row in listed(run)} == {"stopped", "capture"}
+    (run.store.parent / "summary.json").unlink()
+    assert {row["state"] for row in listed(run)} == {"failed", "capture"}, "what died wrote none"
+    table = run.agl("runs", "list").stdout
+    assert "runs/calc" in table
+    assert "3/4" in table
+
+
+SOME = {"rollouts": 16.0, "reward/mean": 0.3, "reward/std": 0.46, "transitions/kept": 16.0, "groups/no_contrast": 0.25}
+"""A step of training."""
+EVALUATED = {"eval/greedy/rollouts": 20.0, "eval/greedy/reward/std": 0.4}
+VERDICTS: dict[str, tuple[list[dict[str, float]], list[float], str]] = {
+    "a rise on held-out tasks": (
+        [SOME] * 3,
+        [0.1, 0.9],
+        "learned: the held-out reward (eval/greedy) rose from 0.1 to 0.9",
+    ),
+    "a rise within chance": (
+        [SOME] * 3,
+        [0.3, 0.35],
+        "not yet: the held-out reward (eval/greedy) went from 0.3 to 0.35, which is no more than chance",
+    ),
+    "a rise in training": (
+        [SOME, {**SOME, "reward/mean": 1.0, "reward/std": 0.0}],
+        [],
+        "learned: the training reward rose from 0.3 to 1",
+    ),
+    "equal rewards": (
+        [{**SOME, "transitions/kept": 0.0, "dropped/no_advantage": 16.0, "groups/no_contrast": 1.0}] * 3,
+        [0.3, 0.3],
+        "cannot: no group had contrast",
+    ),
+    "one reason": (
+        [{**SOME, "transitions/kept": 0.0, "dropped/untrained_agent": 16.0}] * 3,
+        [],
+        "cannot: nothing was trained on; dropped: 48 untrained_agent. Name agents in train.agents",
+    ),
+    "crashes": (
+        [{**SOME, "ending/crashed": 15.0, "ending/timed_out": 1.0}] * 3,
+        [],
+        "cannot: no rollout finished; 45 of 48 ended as crashed. Fix what the agent raises.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VERDICTS)
+def test_a_run_has_a_verdict_in_words(run: Any, case: str) -> None:
+    steps, held_out, text = VERDICTS[case]
+    lines: list[dict[str, Any]] = [
+        {"step": step, "kind": "train", "ending/finished": 0.0 if "crash" in case else 16.0, **values}
+        for step, values in enumerate(steps, 1)
+    ]
+    for step, reward in zip((0, len(steps)), held_out, strict=False):
+        lines.append({"step": step, "kind": "eval", **EVALUATED, "eval/greedy/reward/mean": reward})
+    (run.store.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": len(steps)})
+
+    [entry] = listed(run)
+
+    verdict = entry["verdict"]
+    assert f"{verdict['word']}: {verdict['why']}".startswith(text)
+    assert entry["state"] == ("failed" if case == "crashes" else "finished")
+    assert verdict["word"] in run.agl("runs", "list").stdout
+
+
+def test_pruned_runs_are_smaller(trained: Any) -> None:
+    run = trained
+    whole = run.agl("show", "s3-g0-m0").stdout
+    before = listed(run)[0]["size"]
+    waits = make.rollout("waits", step=1)
+    used = make.rollout("used", step=1, mode=Mode.USE, state=RolloutState.DONE)
+    run.put(waits, used)
+    pruned = json.loads(run.agl("runs", "prune", "calc", "--steps", "1", "--checkpoints", "1", "--json").stdout)
+    assert [(entry["rollouts"], entry["up_to_step"]) for entry in pruned] == [(5, 2)]
+    assert [Path(checkpoint).name for checkpoint in pruned[0]["checkpoints"]] == ["step-000001"]
+    assert [path.name for path in Checkpoints(run.store.parent / "checkpoints", 1).all()] == [
+        "step-000002",
+        "step-000003",
+    ]
+    assert listed(run)[0]["size"] < before
+    assert run.agl("show", "s3-g0-m0").stdout == whole
+    left = {rollout["id"]: rollout["step"] for rollout in json.loads(run.agl("rollouts", "calc", "--json").stdout)}
+    assert {id for id, step in left.items() if step <= 2} == {"waits", "used"}
+    nothing = json.loads(run.agl("runs", "prune", "calc", "--steps", "1", "--json").stdout)
+    assert (nothing[0]["rollouts"], nothing[0]["checkpoints"]) == (0, [])
+
+
+def test_a_run_is_removed_once_that_is_confirmed(trained: Any) -> None:
+    run = trained
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
+    folder = run.store.parent
+    (folder.parent / "notes").mkdir()
+    (folder.parent / "notes" / "config.toml").write_text("mine = true\n")
+
+    refused = run.agl("runs", "rm", "calc")  # Nobody answers.
+    assert refused.exit_code == 1
+    assert "Remove runs/calc (finished, 3 steps" in refused.output
+    assert run.store.exists()
+    assert isinstance(run.agl("runs", "rm", "notes", "--yes").exception, ConfigError)
+    assert (folder.parent / "notes").exists(), "it is no run"
+
+    assert run.agl("runs", "rm", "calc", "--yes").exit_code == 0
+    assert not folder.exists()
+    assert listed(run)[0]["folder"].endswith("notes")
+
+
+def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
+    run = trained
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
+    command = [sys.executable, "-c", WRITER, str(run.store)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline() == "open\n"
+        (run.store.parent / "summary.json").unlink()
+        assert listed(run)[0]["state"] == "running"
+        (run.store.parent / "summary.json").write_text("{}")
+        assert listed(run)[0]["state"] == "finished", "it is evaluated again, and its training is over"
+        refused = run.agl("runs", "prune", "calc", "--steps", "0", "--checkpoints", "1")
+        assert isinstance(refused.exception, StoreError)
+        assert "is being written by another process" in str(refused.exception)
+        server.communicate("")
+    assert len(Checkpoints(run.store.parent / "checkpoints", 1).all()) == 3
+    assert isinstance(run.agl("runs", "prune", "none").exception, ConfigError)
+
+
+# Looking at a run runs no code that its folder names: it may be somebody else's.
+
+
+AGL = Path(sys.executable).with_name("agl")
+
+PLUGIN = """
+from pathlib import Path
+import agl_core
+from agl_server.store.sqlite import SqliteStore
+
+Path(__file__).with_name("it-ran").touch()
+
+@agl_core.hookimpl
+def register_components(register):
+    build = lambda options, folder, read_only: SqliteStore(folder / "store.sqlite", read_only=read_only)
+    register(agl_core.kinds.STORE, "theirs", build)
+"""
+
+LOOKING: tuple[str, ...] = (
+    "rollouts RUN",
+    "show RUN s1-g0-m0",
+    "export RUN --to episodes --out episodes.jsonl",
+    "runs list",
+    "runs prune RUN",
+    "reward try RUN/config.toml",
+)
+
+
+@pytest.fixture
+def foreign(run: Any) -> Any:
+    """The run, whose configuration names a plugin file in its folder, and a store that this brings."""
+    folder = run.folder / "runs" / "calc"
+    (folder / "plugin.py").write_text(PLUGIN)
+    (folder / "checkpoints" / "step-1" / "default" / "model").mkdir(parents=True)
+    plugins = ["trial_rules.py", "runs/calc/plugin.py"]
+    run.write("runs/calc/config.toml", folder="../..", plugins=plugins, store={"name": "theirs"})
+    return run
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_no_code_of_the_run_runs(foreign: Any, command: str) -> None:
+    foreign.agl(*command.replace("RUN", "runs/calc").split())
+
+    assert not (foreign.folder / "runs" / "calc" / "it-ran").exists()
+
+
+def test_trying_rewards_asks_first(foreign: Any) -> None:
+    foreign.write("runs/calc/config.toml", folder="../..", plugins=["trial_rules.py", "runs/calc/plugin.py"])
+    ran = foreign.folder / "runs" / "calc" / "it-ran"
+    command = ("reward", "try", "runs/calc/config.toml")
+
+    refused = run_agl(*command, stdin=subprocess.DEVNULL)
+
+    assert refused.returncode == 2
+    assert f"of {ran.with_name('plugin.py')}, with your rights" in refused.stderr
+    assert "--yes" in refused.stderr
+    assert answered("n\n", *command).returncode == 1
+    assert not ran.exists()
+    assert answered("y\n", *command).returncode == 0
+    assert ran.exists()
+
+
+def run_agl(*arguments: str, stdin: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([AGL, *arguments], stdin=stdin, capture_output=True, text=True, timeout=120, check=False)
+
+
+def answered(answer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command with a terminal at which somebody types this."""
+    terminal, its_end = pty.openpty()
+    try:
+        os.write(terminal, answer.encode())
+        return run_agl(*arguments, stdin=its_end)
+    finally:
+        os.close(terminal)
+        os.close(its_end)

@@ -1,0 +1,248 @@
+"""`agl rollouts`, `agl show`: everything recorded is there to be read, and nothing of it is obeyed."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_core.cli.screen import Screen
+from agl_core.learning.certificate import digest
+from agl_core.types import FinishReason, Recomputed, Reward, Run, Source, Task, ToolResult, ToolStatus, TrainingRecord
+from agl_server.commands.train import print_summary
+from agl_server.training.checkpoints import RunState
+from agl_server.training.metrics import Summary
+
+HOSTILE = "\x1b]0;owned\x07\x1b[31m\x9b2J\r[/x] [bold] [INST] :smile:"
+
+
+def shown(run: Any, rollout: str = "s1-g0-m0", *options: str) -> str:
+    result = run.agl("show", "runs/calc", rollout, *options)
+    assert result.exit_code == 0, result.exception
+    return str(result.output)
+
+
+def test_rewards_have_their_provenance_and_the_group_its_credit(run: Any) -> None:
+    text = shown(run)
+
+    assert "reward look 0.25 (by tools, for call s1-g0-m0-c0)" in text
+    assert "terminal reward: 1 = right 1 (by right)" in text
+    # The returns of the three are 1.25, -0.25 and 0.75: mean 1.75 / 3, squares of the deviations 0.58333 · 2.
+    group = "group s1-g0, step 1: mean credit 0.5833, standard deviation 0.7638, over 3 rollouts: 1.25  -0.25  0.75"
+    assert group in text
+    assert run.agl("show", "s1-g0-m0").output == text, "the newest run"
+    assert "agl show RUN ID" in run.agl("show", "runs/calc", "s1-g0-m0", "more").output
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"source": Source.ADAPTER, "adapter": "langchain"}, "ok (by the agent's process, langchain)"),
+        ({"source": Source.SPAN, "adapter": "otel"}, "ok (by a span over OTLP, otel)"),
+        ({"source": Source.COMMAND}, "ok (by a process of the command)"),
+        ({"status_rule": "contradicted"}, "ok by contradicted (by the agent's process)"),
+    ],
+)
+def test_who_told_what_a_tool_did_and_by_which_rule(run: Any, fields: dict[str, Any], expected: str) -> None:
+    records = run.trained(2, "m0")
+    run.put(*(replace(record, **fields) if isinstance(record, ToolResult) else record for record in records))
+
+    status, _, source = expected.partition(" (")
+    assert f"): {status}  " in shown(run, "s2-g0-m0")
+    assert f"({source}\n" in shown(run, "s2-g0-m0")
+    tried = run.agl("reward", "try", "--yes", "train.toml", "--rollout=s2-g0-m0", "--run=runs/calc").output
+    assert f"look {expected}" in tried
+
+
+def test_the_terminal_reward_is_weighed_as_the_run_did(run: Any) -> None:
+    weights = {"right": {"weight": 0.9}, "brief": {"weight": 0.1}, "odd": {"weight": 0.0}}
+    run.put(
+        Run("calc", 0, 0.0, {"rewards": weights}),
+        Reward("s1-g0-m0", 0, "brief.words", 0.5, "brief"),
+        Reward("s1-g0-m0", 0, "odd", 3.0, "odd"),
+        Reward("s1-g0-m0", 0, "mood", 0.25, "agent"),
+    )
+
+    [line] = [line for line in shown(run).splitlines() if "terminal reward" in line]
+
+    total, terms = line.split(" = ")
+    assert total == "  terminal reward: 0.95"  # 0.9 · 1 + 0.1 · 0.5
+    terms, reported = terms.split("; ")
+    assert set(terms.split(" + ")) == {
+        "0.9 · right 1 (by right)", "0.1 · brief.words 0.5 (by brief)", "0 · odd 3 (by odd)",
+    }  # fmt: skip
+    assert reported == "the agent reported mood 0.25 (by agent)"
+
+
+def use(member: str, number: int, **changes: Any) -> TrainingRecord:
+    credit = {"m0": 1.25, "m1": -0.25}[member]
+    record = TrainingRecord(f"s1-g0-{member}", 0, f"s1-g0-{member}-c{number}", 0, 1, credit, 0.0, 1.0)
+    return replace(record, **changes)
+
+
+def test_credit_that_differs_within_rollouts_counts_each_rollout_once(run: Any) -> None:
+    run.put(
+        use("m0", 0, credit=4.0),  # m0: 4 and 1.25, mean 2.625; m1 -0.25; m2 0.75
+        use("m1", 1, credit=9.0, advantage=None, weight=0.0, dropped="stale"),  # never got there
+    )
+
+    assert "mean credit 1.042" in shown(run)
+    assert "over 3 rollouts: 4/1.25  -0.25  0.75" in shown(run)
+
+
+def test_the_rounding_error_of_a_zero_is_zero(run: Any) -> None:
+    noise = 0.1 + 0.2 - 0.3
+    run.put(
+        use("m0", 0, credit=noise, advantage=-noise),
+        use("m0", 1, credit=0.0),
+        Reward("s1-g0-m0", 0, "brief", noise, "brief"),
+    )
+
+    text = shown(run)
+
+    assert "credit 0  advantage 0  weight" in text
+    assert "brief 0 (by brief)" in text
+    assert "over 3 rollouts: 0  -0.25" in text, "what is shown alike is shown once"
+    assert "e-1" not in text
+
+
+def certified(records: list[Any], **changes: Any) -> list[Any]:
+    """The rollout's second call with five tokens, trained on as they were sampled; `changes` are of the call."""
+    rollout, attempt, first, second, *others = records
+    logprobs = np.array([-0.5, -1.5, -0.25, -2.5, -4.0], np.float32)
+    choice = replace(second.choices[0], response_ids=np.arange(11, 16, dtype=np.int32), logprobs=logprobs)
+    of = digest(second.prompt_ids, choice.response_ids, logprobs)
+    computed = logprobs + np.array([0.0, 1e-5, np.nan, -1e-5, 0.0], np.float32)
+    recomputed = Recomputed(3, of, changes.pop("precision", "float32"), computed + changes.pop("shift", 0.0))
+    choice = replace(choice, **changes.pop("choice", {}))
+    record = replace(others.pop(), recomputed=changes.pop("recomputed", recomputed))
+    second = replace(second, **{"version": 3, "choices": (choice,), **changes})
+    return [rollout, attempt, first, second, *others, record]
+
+
+OTHER_IDS = np.array([11, 12, 13, 99, 15], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "proofs"),
+    [
+        ({}, "4 exact (100%)"),
+        ({"shift": 0.01}, "0 exact (0%), 4 different"),
+        ({"shift": np.array([0, 0.01, 0, 0, 0], np.float32)}, "3 exact (75%), 1 different"),
+        ({"shift": 0.1, "precision": "bfloat16"}, "4 exact (100%)"),
+        ({"shift": -np.inf, "precision": "bfloat16"}, "0 exact (0%), 4 different"),
+        ({"choice": {"response_ids": OTHER_IDS}}, "0 exact (0%), 4 other_tokens"),
+        ({"choice": {"logprobs": np.full(5, -0.5, np.float32)}}, "0 exact (0%), 4 other_tokens"),
+        ({"prompt_ids": OTHER_IDS}, "0 exact (0%), 4 other_tokens"),
+        ({"choice": {"logprobs": None}}, "0 exact (0%), 4 not_known"),
+        ({"version": 2}, "0 exact (0%), 4 other_version"),
+        ({"version": None}, "0 exact (0%), 4 other_version"),
+        ({"recomputed": None}, "0 exact (0%), 5 not_known"),
+    ],
+)  # fmt: skip
+def test_tokens_are_proved_to_be_what_was_sampled_or_are_not(run: Any, changes: dict[str, Any], proofs: str) -> None:
+    run.put(*certified(run.trained(2, "m0"), **changes))
+
+    lines = shown(run, "s2-g0-m0", "--tokens").splitlines()
+
+    _, start = [i for i, line in enumerate(lines) if "tokens trained on" in line]
+    assert lines[start].endswith(f" tokens trained on: {proofs}")
+    rows = [line.split(maxsplit=5) for line in lines[start + 2 : start + 7]]
+    counted = Counter(row[5] for row in rows if row[5] != "not trained on")
+    listed = re.sub(r" \(.*?%\)|0 exact \(0%\), ", "", proofs)
+    assert ", ".join(f"{count} {proof}" for proof, count in counted.items()) == listed
+    assert [row[0] for row in rows] == ["0", "1", "2", "3", "4"]
+    if not changes:
+        assert rows[1] == ["1", "12", "v3", "-1.50000", "-1.49999", "exact"]
+        assert rows[2] == ["2", "13", "v3", "-0.25000", "nan", "not trained on"]
+
+
+def test_what_is_broken_or_not_seen_whole_is_named(run: Any) -> None:
+    rollout, attempt, first, second, *_ = run.trained(6, "m0")
+    broken = {"role": "assistant", "tool_calls": [7, {"function": "look"}, {"function": {"name": "look"}}]}
+    run.put(
+        rollout,
+        replace(attempt, passed_through={"embeddings": 3}, bypassed={"https://api.openai.com/v1/responses": 2}),
+        replace(first, undelivered=True),
+        replace(second, stamped=False, agent=None, choices=(replace(first.choices[0], message=broken),)),
+        Reward(rollout.id, 0, "late", 0.5, "mine", call="gone"),
+    )
+
+    text = shown(run, rollout.id, "--width=200")
+
+    assert "undelivered, before turn 0:" in text
+    assert "passed through and not recorded: 3 embeddings" in text
+    assert "past agl, and not recorded: 2 calls to https://api.openai.com/v1/responses" in text
+    assert "unobserved (calls" in text
+    assert "1 calls came from a client that agl does not know" in " ".join(text.split())
+    assert "reward late 0.5 (by mine, for call gone, which does not count)" in text
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("rollouts", "runs/calc"),
+        ("show", "runs/calc", "s7-g0-m0", "--width=2000"),
+        ("reward", "try", "--yes", "train.toml", "--rollout=s7-g0-m0", "--set=rewards.right.bonus=1.0"),
+    ],
+    ids=["rollouts", "show", "reward try"],
+)
+def test_what_agents_said_reaches_no_terminal_as_a_command(run: Any, command: tuple[str, ...]) -> None:
+    run.put(*hostile(run.trained(7, "m0")))
+
+    result = run.agl(*command)
+
+    assert result.exit_code == 0, result.exception
+    assert [c for c in result.output if not c.isprintable() and c != "\n"] == []
+    assert "[/x] [bold]" in result.output
+
+
+def hostile(records: list[Any]) -> list[Any]:
+    """The same rollout, with such a string wherever an agent, a model or a tool has a say."""
+    rollout, attempt, first, second, tool_result, right, look, *training_records = records
+    tool_call = {"id": f"{rollout.id}-t", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
+    message = {"role": "assistant", "content": HOSTILE, "tool_calls": [tool_call]}
+    choice = replace(first.choices[0], message=message, finish_reason=FinishReason.STOP, parse_error=HOSTILE)
+    request = {"messages": [{"role": HOSTILE, "content": [{"type": "text", "text": HOSTILE}]}]}
+    failed = {"status": ToolStatus.ERROR, "error": HOSTILE, "status_rule": HOSTILE}
+    return [
+        replace(rollout, task=Task(HOSTILE, {HOSTILE: HOSTILE}, metadata={"answer": "42"})),
+        replace(attempt, error=HOSTILE, result={HOSTILE: HOSTILE}),
+        replace(first, request=request, choices=(choice,), agent=HOSTILE, state={HOSTILE: HOSTILE}),
+        second,
+        replace(tool_result, tool=HOSTILE, arguments={HOSTILE: HOSTILE}, **failed),
+        replace(tool_result, id="unjoined", tool=HOSTILE, tool_call_id=HOSTILE, adapter=HOSTILE),
+        right,
+        replace(look, name=HOSTILE, source=HOSTILE),
+        Reward(rollout.id, 0, HOSTILE, 0.5, HOSTILE),
+        Reward(rollout.id, 0, HOSTILE, 0.5, HOSTILE, call=HOSTILE),
+        *training_records,
+    ]
+
+
+def test_what_adapters_said_is_text_in_the_summary(tmp_path: Path) -> None:
+    screen = Screen()
+    screen.file = io.StringIO()
+
+    print_summary(screen, Summary(tmp_path, 0, RunState(), [], None, None, None, {HOSTILE: 2}))
+
+    assert "[/x] [bold] [INST] :smile: (2 times)" in screen.file.getvalue()
+    assert "\x1b" not in screen.file.getvalue()
+
+
+def test_the_verdict_is_shown_listed_and_asked_for(run: Any) -> None:
+    assert "healthy" in shown(run)
+    listed = json.loads(run.agl("rollouts", "runs/calc", "--json").output)
+    verdicts = {rollout["id"]: rollout["health"]["verdict"] for rollout in listed}
+    assert len(verdicts) == 3
+    for verdict in ("healthy", "unhealthy", "unobserved"):
+        rollouts = json.loads(run.agl("rollouts", "runs/calc", "--verdict", verdict, "--json").output)
+        assert [rollout["id"] for rollout in rollouts] == [id for id in verdicts if verdicts[id] == verdict]
+    assert "unhealthy (tools failed)" in run.agl("rollouts", "runs/calc", "--verdict", "unhealthy").output

@@ -1,0 +1,160 @@
+"""Named prompts: `agl_core.prompt`, and texts that the gateway replaces in system messages."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+
+import agl_core
+from agl_core.capture import AttemptContext, Recording, reports, running
+from agl_core.capture.requests import HEADER_AGENT
+from agl_core.config.load import load
+from agl_core.config.models import PromptSection
+from agl_core.errors import AgentError, ConfigError
+from agl_core.types import AttemptKey
+from agl_server.testing import Stack, running_stack
+
+SYSTEM = "Today is Monday. Be brief. Use tools."
+CONFIG = """
+config_version = 1
+{prompts}
+[tasks.train]
+source = "jsonl"
+path = "tasks.jsonl"
+[policies.default.model]
+path = "."
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(reports.PROMPTS, raising=False)
+    yield
+    reports._texts.cache_clear()
+
+
+def attempt(**prompts: str) -> AttemptContext:
+    return AttemptContext("r", 0, "http://127.0.0.1:9", "key", Recording(), prompts=prompts)
+
+
+def test_a_rollouts_prompt_comes_before_the_files_and_the_agents_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.toml").write_text('[prompts.system]\ntext = "file"\n[prompts.other]\nreplace = "x"')
+
+    assert agl_core.prompt("system", "own") == "own"
+    monkeypatch.setenv(reports.PROMPTS, str(tmp_path / "prompts.toml"))
+    assert [agl_core.prompt("system", "own"), agl_core.prompt("other", "own")] == ["file", "own"]
+    active = attempt(system="tried")
+    with running(active):
+        assert agl_core.prompt("system", "own") == "tried"
+        assert agl_core.prompt("sytem", "own") == "own"
+    assert active.recording.problems == (
+        "agl_core.prompt('sytem'): the run has no such prompt. Did you mean 'system'? Known: system.",
+    )
+    with running(attempt()):
+        assert agl_core.prompt("system", "own") == "file"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(None, "nowhere.toml is no file"), ("prompts = 3", "is no file of prompts"), ("", "KeyError")]
+)
+def test_a_file_that_is_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, says: str
+) -> None:
+    file = tmp_path / "nowhere.toml"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv(reports.PROMPTS, str(file))
+
+    with pytest.raises(AgentError, match=says):
+        agl_core.prompt("system", "own")
+
+
+def test_an_unknown_prompt_is_an_error() -> None:
+    with pytest.raises(AgentError, match="Give it a default"):
+        agl_core.prompt("system")
+
+
+def test_prompts_stand_in_the_configuration_or_in_a_file_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "found.toml").write_text('[prompts.system]\ntext = "Be long."\nreplace = "Be brief."\n')
+    (tmp_path / "tasks.jsonl").write_text('{"input": 1}')
+    results = []
+    for prompts in ('prompts = "found.toml"', 'prompts = {system = {text = "Be long.", replace = "Be brief."}}'):
+        (tmp_path / "train.toml").write_text(CONFIG.format(prompts=prompts))
+        results.append(load(tmp_path / "train.toml", needs=()).config.prompts)
+
+    assert results == [{"system": PromptSection(text="Be long.", replace="Be brief.")}] * 2
+    (tmp_path / "train.toml").write_text(CONFIG.format(prompts='prompts = "lost.toml"'))
+    with pytest.raises(ConfigError, match=r"lost\.toml does not exist"):
+        load(tmp_path / "train.toml", needs=())
+
+
+async def by_chat(stack: Stack, key: AttemptKey, **headers: str) -> None:
+    messages: Any = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "developer", "content": [{"type": "text", "text": SYSTEM}]},
+        {"role": "user", "content": SYSTEM},
+    ]
+    await stack.client(key).chat.completions.create(model="m", messages=messages, extra_headers=headers)
+
+
+async def by_responses(stack: Stack, key: AttemptKey) -> None:
+    await stack.client(key).responses.create(model="m", instructions=SYSTEM, input=SYSTEM)
+
+
+async def by_messages(stack: Stack, key: AttemptKey) -> None:
+    async with anthropic.AsyncAnthropic(base_url=stack.url(key).removesuffix("/v1"), api_key=stack.key(key)) as client:
+        await client.messages.create(
+            model="m", system=SYSTEM, max_tokens=9, messages=[{"role": "user", "content": SYSTEM}]
+        )
+
+
+def texts(messages: Any) -> list[tuple[str, str]]:
+    """Roles and texts, whatever form the contents have."""
+    contents = [(m["role"], m["content"]) for m in messages]
+    return [(role, c if isinstance(c, str) else "".join(part["text"] for part in c)) for role, c in contents]
+
+
+@pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
+async def test_the_gateway_replaces_a_text_in_system_messages_of_every_api(
+    ask: Callable[[Stack, AttemptKey], Awaitable[None]],
+) -> None:
+    prompts = {"system": PromptSection(replace="Be brief.", text="Be long.")}
+    async with running_stack(prompts=prompts) as stack:
+        of_run, of_candidate = await stack.lease(), await stack.lease(prompts={"system": "Be kind."})
+        for key in (of_run, of_candidate):
+            await ask(stack, key)
+        calls = [call for key in (of_run, of_candidate) for call in await stack.calls(key)]
+
+    sent = [texts(received.body["messages"]) for received in stack.upstream.received]
+    for messages, instead in zip(sent, ("Be long.", "Be kind."), strict=True):
+        *system, user = messages
+        assert system
+        assert {text for _, text in system} == {SYSTEM.replace("Be brief.", instead)}
+        assert user == ("user", SYSTEM)
+    assert [texts(call.request["messages"]) for call in calls] == sent
+
+
+async def test_only_the_agents_that_it_names_get_another_prompt() -> None:
+    prompts = {"system": PromptSection(replace="Be brief.", text="Be long.", agents=("writer*",))}
+    async with running_stack(prompts=prompts) as stack:
+        key = await stack.lease()
+        for agent in ("writer-2", "critic"):
+            await by_chat(stack, key, **{HEADER_AGENT: agent})
+
+    firsts = [received.body["messages"][0]["content"] for received in stack.upstream.received]
+    assert firsts == [SYSTEM.replace("Be brief.", "Be long."), SYSTEM]
+
+
+async def test_a_retried_call_is_the_same_call() -> None:
+    """Its request is recognised, although the record has another text."""
+    async with running_stack(prompts={"system": PromptSection(replace="Be brief.", text="Be long.")}) as stack:
+        key = await stack.lease()
+        for count in ("0", "1"):
+            await by_chat(stack, key, **{"x-stainless-retry-count": count})
+        assert len(await stack.calls(key)) == 1

@@ -1,0 +1,409 @@
+"""The server's port and routes, an engine that comes and goes, the whole of it over the real store, and its keys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import stat
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from agl_core.capture.requests import HEADER_ROLLOUT
+from agl_core.client.connection import LightningClient, UnreachableError
+from agl_core.errors import ServerError
+from agl_core.protocols import Upstream
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import Hold
+from agl_core.testing.upstream import ScriptedUpstream
+from agl_core.types import AttemptKey, Ending, Run
+from agl_core.wire import (
+    CLOSE,
+    HEALTH,
+    HEARTBEAT,
+    LEASE,
+    AttemptRef,
+    CloseRequest,
+    Empty,
+    HeartbeatRequest,
+    HeldAttempt,
+    LeaseRequest,
+)
+from agl_server.http.keys import Keys
+from agl_server.server import LightningServer
+from agl_server.store.sqlite import SqliteStore
+from agl_server.testing import Stack, running_stack, until
+
+from .server_aids import GOOD, HELLO, SMALLEST
+
+
+def management(stack: Stack, key: str | None = None) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=f"{stack.server.base_url}/agl/v1",
+        headers={"Authorization": f"Bearer {key or stack.server.worker_key}"},
+        trust_env=False,
+    )
+
+
+async def test_a_report_of_no_attempt_is_refused_and_nothing_is_lent_once_the_run_is_over(stack: Stack) -> None:
+    await stack.server.queue.enqueue([make.rollout("a")])
+    async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
+        (lease,) = (await client.ask(LEASE, ALL)).leases
+        secret = stack.server.keys.of_lease(AttemptKey("nobody", 0))
+        unknown = lease.model_copy(update={"rollout": "nobody", "secret": secret})
+        with pytest.raises(ServerError, match=r"404.*no attempt 0 of rollout nobody"):
+            await client.ask(CLOSE, CloseRequest(ending=Ending.FINISHED), unknown)
+        stack.server.queue.close()
+        assert (await client.ask(LEASE, LeaseRequest(worker="w", capacity=4, wait=30))).closed
+
+
+async def test_a_worker_that_went_away_is_lent_nothing(stack: Stack) -> None:
+    async with management(stack) as client:
+        waiting = asyncio.ensure_future(client.post("/leases", json={"worker": "w", "capacity": 1, "wait": 60}))
+        await until(lambda: stack.server.queue.waiting == 1)
+        waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await until(lambda: stack.server.queue.waiting == 0)
+    await stack.server.queue.enqueue([make.rollout("a")])
+    assert not stack.server.queue.running
+    assert (await stack.server.queue.lease(LeaseRequest(worker="v", capacity=1, wait=0))).leases
+
+
+async def test_a_taken_port_says_so(stack: Stack) -> None:
+    port = int(stack.server.base_url.rpartition(":")[2])
+    with pytest.raises(ServerError, match=f"127.0.0.1:{port}.*use port 0"):
+        async with running_stack(port=port):
+            pass
+
+
+async def test_stopping_ends_calls_in_flight_and_frees_the_port() -> None:
+    async with running_stack() as stack:
+        key = await stack.lease()
+        hold = Hold()
+        stack.upstream.script(hold)
+        asking = asyncio.ensure_future(stack.client(key).chat.completions.create(**GOOD))
+        await hold.arrived.wait()
+        server: LightningServer = stack.server
+        await server.stop()
+        with pytest.raises(openai.InternalServerError, match="stopping"):
+            await asking
+        await server.stop()
+        hold.release.set()
+        async with running_stack(port=int(server.base_url.rpartition(":")[2])):
+            pass
+
+
+async def test_a_call_is_not_answered_once_the_store_was_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "store.sqlite"
+    async with SqliteStore(path) as store, running_stack(store=store) as stack:
+        key = await stack.lease()
+        await stack.client(key).chat.completions.create(**GOOD)
+        path.unlink()
+        with pytest.raises(openai.InternalServerError) as refused:
+            await stack.client(key).chat.completions.create(**GOOD)
+        assert (refused.value.status_code, refused.value.code) == (503, "store_failed")
+        async with management(stack, stack.server.keys.of_lease(key)) as http:
+            closing = await http.post(f"/rollouts/{key.rollout}/attempts/0/close", json={"ending": "finished"})
+        assert closing.status_code == 503
+        assert f"its file {path} was removed" in closing.json()["error"]["message"]
+    assert f"its file {path} was removed" in caplog.text
+
+
+ALL = LeaseRequest(worker="w", capacity=9, wait=0)
+
+
+def engine(upstream: ScriptedUpstream) -> Upstream:
+    return Upstream(urls=(upstream.url,), models={"default": "served"}, api_key="engine-key")
+
+
+@pytest.fixture
+async def empty() -> AsyncIterator[Stack]:
+    """A server without an engine."""
+    async with ScriptedUpstream() as upstream, running_stack(upstream=None) as stack:
+        yield replace(stack, upstream=upstream)
+
+
+async def call(stack: Stack, key: AttemptKey) -> Any:
+    return await stack.client(key).chat.completions.create(model="default", messages=HELLO)
+
+
+async def test_until_there_is_an_engine_rollouts_wait_and_calls_are_to_be_tried_later(empty: Stack) -> None:
+    server, queue = empty.server, empty.server.queue
+    server.serve(engine(empty.upstream), {})
+    await queue.enqueue([make.rollout("a"), make.rollout("b")])
+    [lease] = (await queue.lease(LeaseRequest(worker="w", capacity=1))).leases
+    server.relay.withdraw()
+    async with httpx.AsyncClient(trust_env=False, headers={"x-api-key": lease.key}) as agent:
+        for path, body in (("chat/completions", {"messages": HELLO}), ("messages", {"messages": HELLO})):
+            url = f"{server.base_url}{lease.path}/v1/{path}"
+            refused = await agent.post(url, json={"model": "default", "max_tokens": 9, **body})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+            assert "No engine serves a model now" in refused.text
+    waiting = asyncio.ensure_future(queue.lease(LeaseRequest(worker="w", capacity=1, wait=60)))
+    await until(lambda: queue.waiting)
+    async with LightningClient(server.base_url, server.keys.operator) as operator:
+        await until(lambda: queue.queued == 1)
+        activity = await operator.ask(HEALTH, Empty())
+        assert (activity.serving, activity.queued, activity.running, activity.waiting) == (False, 1, 1, 1)
+        assert [attempt.rollout for attempt in activity.attempts] == ["a"]
+        server.serve(engine(empty.upstream), {})
+        assert [lease.rollout for lease in (await waiting).leases] == ["b"]
+        await queue.enqueue([make.rollout("c"), make.rollout("d")])
+        await until(lambda: queue.queued == 2)
+        activity = await operator.ask(HEALTH, Empty())
+        assert (activity.serving, activity.queued, activity.running, activity.waiting) == (True, 2, 2, 0)
+        assert activity.counters == {}
+    reply = await call(empty, AttemptKey("a", 0))
+    assert reply.choices[0].message.content, "the client may try again"
+
+
+async def test_another_engine_takes_over_and_calls_of_the_first_end(empty: Stack) -> None:
+    async with ScriptedUpstream() as second:
+        empty.server.serve(engine(empty.upstream), {})
+        key = await empty.lease()
+        hold = Hold()
+        empty.upstream.script(hold)
+        asking = asyncio.ensure_future(call(empty, key))
+        await hold.arrived.wait()
+        empty.server.serve(engine(second), {})
+        await call(empty, key)
+        assert len(second.received) == 1
+        hold.release.set()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_the_next_restart_ends_what_the_last_one_left(empty: Stack) -> None:
+    runs = [Run("run", 0, 1.0, {"name": "run"}, None), Run("run", 1, 2.0, {"name": "run"}, 7)]
+    server = empty.server
+    await server.begin(runs[0])
+    server.serve(engine(empty.upstream), {})
+    await server.queue.enqueue([make.rollout("queued"), make.rollout("running")])
+    await server.queue.lease(LeaseRequest(worker="w", capacity=1))
+    await server.begin(runs[1])
+    assert [rollout.ending for rollout in await empty.store.rollouts()] == [Ending.LOST, Ending.LOST]
+    assert not server.queue.running
+    assert await empty.store.runs() == runs
+    await server.queue.enqueue([make.rollout("new", restart=1)])
+    assert not (await server.queue.lease(ALL)).leases, "its engine does not serve yet"
+    server.serve(engine(empty.upstream), {})
+    assert [lease.rollout for lease in (await server.queue.lease(ALL)).leases] == ["new"]
+
+
+async def test_the_end_of_the_server_is_not_the_end_of_the_run(empty: Stack) -> None:
+    server = empty.server
+    async with LightningClient(server.base_url, server.worker_key) as worker:
+        leasing = asyncio.ensure_future(worker.ask(LEASE, LeaseRequest(worker="w", capacity=1, wait=60)))
+        await until(lambda: server.queue.waiting)
+        await server.stop(over=False)
+        reply = await leasing
+        assert (reply.leases, reply.closed) == ([], False)
+        with pytest.raises(UnreachableError):
+            await worker.ask(LEASE, ALL)
+
+
+async def test_each_key_opens_its_own_doors_only(stack: Stack) -> None:
+    own, other = await stack.lease(), await stack.lease()
+    keys = stack.server.keys
+    everybodys = (keys.operator, keys.worker, keys.of_lease(own), keys.of_lease(other), keys.of_attempt(own), "none")
+    close = f"rollouts/{own.rollout}/attempts/0/close"
+    doors = {
+        ("POST", "leases"): {keys.worker},
+        ("POST", "heartbeats"): {keys.worker},
+        ("POST", close): {keys.of_lease(own)},
+        ("GET", "health"): {keys.worker, keys.operator},
+    }
+    async with httpx.AsyncClient(base_url=f"{stack.server.base_url}/agl/v1/", trust_env=False) as http:
+        for (method, path), whose in doors.items():
+            for key in (*everybodys, keys.operator[:-1], keys.worker + "x"):
+                answer = await http.request(method, path, content=b"{", headers={"Authorization": f"Bearer {key}"})
+                assert (answer.status_code != 401) is (key in whose), (path, key)
+    with pytest.raises(openai.AuthenticationError):
+        await stack.client(own, api_key=keys.operator).chat.completions.create(model="default", messages=HELLO)
+
+
+async def test_the_document_names_every_operation_and_body(stack: Stack) -> None:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        document = (await http.get(f"{stack.server.base_url}/openapi.json")).json()
+    for operation in (LEASE, HEARTBEAT, CLOSE, HEALTH):
+        described = document["paths"][operation.path][operation.method.lower()]
+        schema = described["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
+        assert schema.rpartition("/")[2] == operation.reply.__name__
+        assert ("requestBody" in described) is operation.has_body
+        assert operation.reply.__name__ in document["components"]["schemas"]
+
+
+# Who may do what: the workers' key, each attempt's own key, and where the server may listen.
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        yield client
+
+
+def test_an_attempts_key_is_made_of_the_secret() -> None:
+    """The same as openssl's: printf agent/r/0 | openssl dgst -sha256 -hmac secret -binary | base64, made URL-safe."""
+    keys = Keys(worker="w", secret="secret")
+    assert keys.of_attempt(AttemptKey("r", 0)) == "agl-2E9EX4mwhTGrFul1YaP193hjtO8wEhWUZEKpgLGmGBY"
+    assert keys.of_lease(AttemptKey("r", 0)) == "agl-snl1YqPNTSf0E8cltP3Ll4-kUldESI9RgveYy0kZoI8"
+    attempts = [AttemptKey(*parts) for parts in (("r", 0), ("r", 1), ("s", 0), ("lease/r", 0), ("agent/r", 0))]
+    several = {make(key) for key in attempts for make in (keys.of_attempt, keys.of_lease)}
+    assert len(several | {Keys(secret="another").of_attempt(AttemptKey("r", 0))}) == 11
+
+
+async def test_only_the_secret_of_its_lease_keeps_an_attempt(stack: Stack) -> None:
+    keys = stack.server.keys
+    own, other = await stack.lease(), await stack.lease()
+    held_own, held_other = (HeldAttempt(**key._asdict(), secret=keys.of_lease(key)) for key in (own, other))
+    async with LightningClient(stack.server.base_url, keys.worker) as worker:
+        for secret in (keys.of_attempt(own), keys.of_lease(other), keys.worker, ""):
+            forged = HeldAttempt(rollout=own.rollout, attempt=0, secret=secret)
+            reply = await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[forged, held_other]))
+            assert reply.lost == [AttemptRef(rollout=own.rollout, attempt=0)]
+        _, before = await stack.store.leases()
+        assert (await worker.ask(HEARTBEAT, HeartbeatRequest(worker="w", attempts=[held_own]))).lost == []
+        assert await stack.store.leases() == (0, {own: before[own] + 1, other: before[other]})
+
+
+async def test_an_attempts_key_is_good_for_that_attempt_only(stack: Stack, http: httpx.AsyncClient) -> None:
+    own, other = await stack.lease(), await stack.lease()
+    key = stack.server.keys.of_attempt(own)
+    for scheme in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
+        for path, body in SMALLEST.items():
+            for url, headers in (
+                (stack.url(other), {}),
+                (stack.url(), {HEADER_ROLLOUT: f"{other.rollout}/{other.attempt}"}),
+                (stack.url(AttemptKey(own.rollout, 1)), {}),
+                (stack.url(AttemptKey("nobody", 0)), {}),
+            ):
+                refused = await http.post(f"{url}/{path}", json=body, headers={**scheme, **headers})
+                assert refused.status_code == 401, (url, headers)
+                assert "API key" in refused.text
+            for url, headers in (
+                (stack.url(own), {}),
+                (stack.url(), {HEADER_ROLLOUT: f"{own.rollout}/{own.attempt}"}),
+                (stack.url(), {}),
+            ):
+                taken = await http.post(f"{url}/{path}", json=body, headers={**scheme, **headers})
+                assert taken.status_code == 200, taken.text
+    mixed = {"Authorization": f"Bearer {key}", HEADER_ROLLOUT: f"{other.rollout}/{other.attempt}"}
+    assert (await http.post(f"{stack.url(own)}/chat/completions", json=GOOD, headers=mixed)).status_code == 400
+    assert await stack.calls(other) == []
+    assert len(await stack.calls(own)) == 24
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.invalid"])
+async def test_it_does_not_listen_elsewhere_without_a_key_of_your_choice(host: str) -> None:
+    with pytest.raises(ServerError, match=rf"{host}.*AGL_WORKER_KEY"):
+        async with running_stack(host=host):
+            pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+async def test_it_listens_on_any_loopback_address(host: str) -> None:
+    async with running_stack(host=host) as stack:
+        await stack.client(await stack.lease()).chat.completions.create(**GOOD)
+
+
+async def test_an_address_of_another_machine_says_so() -> None:
+    with pytest.raises(ServerError, match="an address of this machine"):
+        async with running_stack(host="192.0.2.7", keys=Keys(chosen=frozenset({"AGL_WORKER_KEY"}))):
+            pass
+
+
+def test_keys_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AGL_WORKER_KEY", "AGL_OPERATOR_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "server.json"
+    first = Keys.of_run(file)
+    first.write(file, "http://127.0.0.1:1")
+    again = Keys.of_run(file)
+    assert again == first
+    assert not again.chosen
+    again.write(file, "http://127.0.0.1:2")
+    content = json.loads(file.read_text())
+    assert content == {
+        "base_url": "http://127.0.0.1:2",
+        "worker_key": first.worker,
+        "operator_key": first.operator,
+        "agent_secret": first.secret,
+        "begun": False,
+        "over": False,
+    }
+    assert len({first.worker, first.operator, first.secret}) == 3
+    assert Keys.of_run(tmp_path / "another.json").worker != first.worker
+    file.write_text("{")
+    assert Keys.of_run(file).secret != first.secret
+
+
+def test_only_its_owner_can_read_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.json"
+    file.write_text("{}")
+    file.chmod(0o666)
+    before = os.umask(0)
+    try:
+        Keys().write(file, "http://127.0.0.1:1")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [entry.name for entry in tmp_path.iterdir()] == ["server.json"]
+
+
+def test_a_key_of_your_choice_comes_first_and_is_not_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "server.json"
+    generated = Keys()
+    generated.write(file, "http://127.0.0.1:1")
+    monkeypatch.setenv("AGL_WORKER_KEY", "  chosen-by-me\n")
+    chosen = Keys.of_run(file)
+    assert (chosen.worker, chosen.operator, chosen.secret) == ("chosen-by-me", generated.operator, generated.secret)
+    assert chosen.chosen == {"AGL_WORKER_KEY"}
+    chosen.write(file, "http://127.0.0.1:1")
+    assert "chosen-by-me" not in file.read_text()
+    monkeypatch.setenv("AGL_WORKER_KEY", "chosen-by-me")
+    monkeypatch.setenv("AGL_OPERATOR_KEY", "chosen-too")
+    Keys.of_run(file).write(file, "http://127.0.0.1:1")
+    assert "chosen" not in file.read_text()
+    for name in ("AGL_WORKER_KEY", "AGL_OPERATOR_KEY"):
+        monkeypatch.setenv(name, "chosen-by-me")
+    with pytest.raises(ServerError, match="are the same"):
+        Keys.of_run(file)
+    monkeypatch.setenv("AGL_WORKER_KEY", "schlüssel")
+    with pytest.raises(ServerError, match="ASCII"):
+        Keys.of_run(file)
+    monkeypatch.setenv("AGL_WORKER_KEY", " ")
+    assert not Keys.of_run(file).chosen
+
+
+async def test_keys_are_neither_stored_nor_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    path = tmp_path / "store.sqlite"
+    async with SqliteStore(path) as store, running_stack(store=store) as stack:
+        keys = stack.server.keys
+        await stack.server.queue.enqueue([make.rollout("a")])
+        async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
+            (lease,) = (await client.ask(LEASE, LeaseRequest(worker="w", capacity=1))).leases
+            key = AttemptKey("a", 0)
+            await stack.client(key, api_key=lease.key).chat.completions.create(**GOOD)
+            with pytest.raises(openai.AuthenticationError):
+                await stack.client(AttemptKey("b", 0), api_key=lease.key).chat.completions.create(**GOOD)
+            await client.ask(CLOSE, CloseRequest(ending=Ending.FINISHED), lease)
+        secrets = [keys.worker, keys.operator, keys.secret, lease.key, lease.secret]
+        stored = await asyncio.to_thread(lambda: b"".join(file.read_bytes() for file in tmp_path.iterdir()))
+    assert b"hello" in stored
+    assert [secret for secret in secrets if secret.encode() in stored] == []
+    assert [secret for secret in secrets if secret in caplog.text or secret in repr(keys)] == []
+    assert [
+        secret for secret in secrets if any(secret in json.dumps(dict(r.body)) for r in stack.upstream.received)
+    ] == []
+    assert [secret for secret in secrets if any(secret in str(r.headers) for r in stack.upstream.received)] == []
