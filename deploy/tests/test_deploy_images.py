@@ -47,7 +47,7 @@ def test_the_trainers_image_pins_what_these_stand_on() -> None:
 
 
 NOT_COPIED = re.compile(
-    r"(^|/)(__pycache__|\.\w+_cache|[^/]+\.egg-info)/|^(core|rewards|(adapters|algorithms|apps)/[^/]+)/tests/"
+    r"(^|/)(__pycache__|\.\w+_cache|[^/]+\.egg-info)/|^(core|server|rewards|(adapters|algorithms|apps)/[^/]+)/tests/"
 )
 
 

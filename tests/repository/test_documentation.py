@@ -41,7 +41,8 @@ def test_generated_pages_are_up_to_date() -> None:
 def _rules_of_adapters(monkeypatch: pytest.MonkeyPatch) -> list[StatusRule]:
     """Those of all adapters of this repository, installed or not, as `status_rules` orders them."""
     brought: dict[str, Component] = {}
-    for file in (ROOT / "adapters").glob("*/agl_*/plugin.py"):
+    packages = (ROOT / "adapters").glob("*/agl_*/")
+    for file in (max(package.glob("plugin.py"), default=package / "__init__.py") for package in packages):
         plugins, module = Plugins(), types.ModuleType(f"{file.parent.name}_alone")
         monkeypatch.setitem(sys.modules, module.__name__, module)  # Dataclasses look for it.
         exec(compile(file.read_text(), str(file), "exec"), module.__dict__)

@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 45910,
-    "files of the product": 236,
+    "lines of the product": 45960,
+    "files of the product": 237,
     "lines of the core": 15180,
     "lines of the server": 12630,
     "lines of the largest room of both": 2957,
     "modules in a circle of imports": 0,
-    "lines of all Python": 107180,
+    "lines of all Python": 107280,
     "files that one call passes": 42,
     "settings": 177,
 }

@@ -336,7 +336,7 @@ EFFECTS: Mapping[str, Effect] = {
 """How changing a setting is seen in a run that has what is given."""
 
 SEEN_BY: Mapping[str, tuple[str, ...]] = {
-    "alarms.": ("server/agl_server/health", "server/tests/training"),
+    "alarms.": ("core/agl_core/types", "server/tests/training"),
     "algorithm.": ("algorithms/policy/tests", "algorithms/torch/tests"),
     "engine.torch.": ("algorithms/torch/tests",),
     "reward.feedback.": ("apps/online/tests",),
