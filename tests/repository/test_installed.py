@@ -74,6 +74,14 @@ def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, 
     listed = {p["name"]: p["origin"] for p in json.loads(run(python.parent / "agl", "plugins", "--json"))}
     assert listed["langchain"].startswith("agl-langchain ")
     assert "identical" in listed
+    (tmp_path / "rules.py").write_text("import agl_core\n@agl_core.reward_rule\ndef always(episode):\n    return 1.0\n")
+    saving = (
+        "import agl_core; from agl_core.testing import episodes as make; agl_core.save_episodes('{}', [make.episode()])"
+    )
+    run(python, "-c", saving.format(tmp_path / "episodes.jsonl"))
+    trying = ("reward", "try", tmp_path / "rules.py", "--run", tmp_path / "episodes.jsonl", "--json")
+    (tried,) = json.loads(run(python.parent / "agl", *trying))
+    assert tried["rewards"] == {"always": 1.0}
     refused = subprocess.run(
         [python.parent / "agl", "train", "train.toml"], capture_output=True, text=True, check=False
     )

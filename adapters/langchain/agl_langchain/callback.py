@@ -12,7 +12,7 @@ from typing import Any
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import ToolMessage
+from langchain_core.messages import BaseMessage, ToolMessage
 from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
@@ -33,7 +33,7 @@ from agl_core.capture import (
     record_tool_result,
     status_of,
 )
-from agl_core.types import Json
+from agl_core.types import Json, Task
 
 _NO_NAME = "LangGraph"
 """The name of a graph that was given none."""
@@ -188,7 +188,7 @@ class _Handler(BaseCallbackHandler):
                 recording=run.attempt.recording,
             )
         if run.begun:
-            run.begun.finish(result, describe_error(error) if error else None)
+            run.begun.finish(_answer(result), describe_error(error) if error else None)
 
 
 class AglCallback(_Handler, Alone):
@@ -197,12 +197,15 @@ class AglCallback(_Handler, Alone):
         agent.invoke({"messages": [...]}, {"callbacks": [AglCallback()]})
 
     In a rollout it reports callers and tool results. Outside any rollout, with no server and any endpoint, it keeps the
-    latest `keep` runs of the agent; `episodes` and `transitions` give them as data.
+    latest `keep` runs of the agent; `episodes` and `transitions` give them as data. Reward rules find the expected
+    answer in the `task`, which may be set anew between runs; runs of one task are a group:
+
+        AglCallback(task=agl_core.Task("sum", "1 + 2?", metadata={"answer": 3}))
     """
 
-    def __init__(self, keep: int = 1000) -> None:
+    def __init__(self, keep: int = 1000, task: Task | None = None) -> None:
         _Handler.__init__(self, self)
-        Alone.__init__(self, keep)
+        Alone.__init__(self, keep, task)
         # The agent's name travels with the call's request; alone, the call is recorded there.
         agl_core.attach([])
 
@@ -216,6 +219,16 @@ def attach() -> None:
     # The default is there in every context, also in that of a thread which inherited none.
     handler: ContextVar[_Handler | None] = ContextVar("agl_langchain", default=_Handler())  # noqa: B039
     register_configure_hook(handler, True, _Handler)
+
+
+def _answer(outputs: Any) -> Any:
+    """What an agent answers: the text of its last message, or its structured response, instead of its whole state."""
+    if not isinstance(outputs, Mapping):
+        return outputs
+    if outputs.get("structured_response") is not None:
+        return outputs["structured_response"]
+    messages = outputs.get("messages")
+    return messages[-1].text if messages and isinstance(messages[-1], BaseMessage) else outputs
 
 
 def _nodes_around(metadata: Mapping[str, Any]) -> Iterator[str]:

@@ -54,10 +54,10 @@ _DIALECTS: Mapping[str, Dialect] = {
 class AloneRollout:
     """One run of an agent."""
 
-    def __init__(self, id: str, input: Any, ended: deque[AloneRollout]) -> None:
+    def __init__(self, id: str, task: Task, ended: deque[AloneRollout]) -> None:
         self.attempt = AttemptContext(id, 0, "", "", Recording(), calls=[])
         """Entered around the agent."""
-        self.input: Json = jsonable(input)
+        self.task = task
         self._started, self._ended = time.time(), ended
         self._record: Attempt | None = None
 
@@ -87,8 +87,8 @@ class AloneRollout:
             id=id,
             run="alone",
             restart=0,
-            group=id,
-            task=Task(id, self.input),
+            group=self.task.id,
+            task=self.task,
             # agl did not fix the sampling, so it is no training data.
             mode=Mode.EVAL_SAMPLED,
             step=0,
@@ -109,12 +109,14 @@ class AloneRollout:
 class Alone:
     """The agent's latest runs as data, for an adapter that is used without a server."""
 
-    def __init__(self, keep: int = 1000) -> None:
+    def __init__(self, keep: int = 1000, task: Task | None = None) -> None:
         self._ended: deque[AloneRollout] = deque(maxlen=keep)
+        self.task = task
+        """The task of runs that begin from now on; None: each run is a task of its own, its input."""
 
     def begin(self, id: str, input: Any = None) -> AloneRollout:
         """Begin a run, which is kept once it has finished."""
-        return AloneRollout(id, input, self._ended)
+        return AloneRollout(id, self.task or Task(id, jsonable(input)), self._ended)
 
     def episodes(self) -> list[Episode]:
         """The finished runs, with token ids if the endpoint returned them."""

@@ -52,9 +52,10 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "worker": Command(".worker", "work", START, "Run rollouts for `agl train TARGET` until that run is over."),
+    "reward": Command(".reward", "reward", DATA, "Try rewards on recorded episodes."),
     "plugins": Command(".plugins", "list_plugins", CHECK, "List every installed component."),
 }
-OF_THE_SERVER = ("init", "train", "eval", "run", "runs", "rollouts", "show", "reward", "export", "import", "doctor")
+OF_THE_SERVER = ("init", "train", "eval", "run", "runs", "rollouts", "show", "export", "import", "doctor")
 """Commands that `pip install agl-server` adds."""
 
 
@@ -76,7 +77,7 @@ class _Commands(TyperGroup):
             self.add_command(COMMANDS[args[0]].load(args[0]), args[0])
         elif args[0] not in self.commands and not args[0].startswith("-"):
             if args[0] in OF_THE_SERVER:
-                ctx.fail(f"'{args[0]}' is a command of agl-server, which is not installed here: pip install agl-server")
+                ctx.fail(f"'{args[0]}' comes with agl-server: pip install agl-server")
             ctx.fail(f"There is no command '{args[0]}'. {nearest(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 

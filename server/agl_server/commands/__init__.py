@@ -23,7 +23,7 @@ _OWN = {
 
 def add(cli: typer.Typer) -> None:
     """Add them to `COMMANDS`, before the core's own."""
-    core = dict(COMMANDS)
+    core = {name: command for name, command in COMMANDS.items() if name not in _OWN}
     COMMANDS.clear()
     COMMANDS.update({name: command._replace(module=f"{__name__}.{command.module}") for name, command in _OWN.items()})
     COMMANDS.update(core)

@@ -11,6 +11,7 @@ import typer
 from rich import box
 from rich.text import Text
 
+from agl_core.cli.reward import try_ as try_rules
 from agl_core.cli.screen import AsJson, Screen, Set, print_json, table
 from agl_core.cli.words import harmless, number, one_line, said_by, status_text
 from agl_core.config.load import SCORED, load, read_config
@@ -75,7 +76,11 @@ def import_(file: File, name: Name = "imported", as_json: AsJson = False) -> Non
 
 
 ConfigFile = Annotated[
-    Path, typer.Argument(help="The configuration to try: that of the run, with other rewards or credit.")
+    Path,
+    typer.Argument(
+        help="The configuration to try: that of the run, with other rewards or credit. Or a plugin file (.py), whose "
+        "reward rules are tried on a file of episodes."
+    ),
 ]
 Ids = Annotated[
     list[str],
@@ -127,6 +132,11 @@ def try_(
 
     For instance: agl reward try train.toml --set credit.name=discounted --rollout s4-g1-m0
     """
+    if config.suffix == ".py":
+        if run is None or rollout or step is not None:
+            raise ConfigError(f"{config} holds rules: name the file of episodes to try them on: --run episodes.jsonl")
+        try_rules(config, run, set_, as_json)
+        return
     if rollout and step is not None:
         raise ConfigError("Name either rollouts (--rollout) or a step (--step), not both.")
     if not yes:

@@ -1,0 +1,100 @@
+"""`agl reward try RULES.py`: a file's reward rules on recorded episodes, wherever the core is installed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agl_core import kinds
+from agl_core.cli.screen import AsJson, Screen, Set, print_json, table
+from agl_core.cli.words import number, one_line
+from agl_core.config.load import apply_overrides
+from agl_core.config.models import TrainSection
+from agl_core.config.resolve import Problems
+from agl_core.errors import ConfigError, PluginError, nearest
+from agl_core.learning.rewards import ScoringRule, failure_text, score_all, score_groups
+from agl_core.learning.transitions import load_episodes
+from agl_core.plugins import Plugins
+from agl_core.types import Episode
+
+Rules = Annotated[Path, typer.Argument(metavar="RULES.py", help="Your plugin file, whose reward rules are tried.")]
+Recorded = Annotated[Path, typer.Option("--run", help="Episodes, as agl_core.save_episodes writes them.")]
+
+reward = typer.Typer(help="Try rewards on what was recorded.", no_args_is_help=True)
+
+
+@reward.callback()
+def _group() -> None:
+    """Keep `try` a command of its own."""
+
+
+@reward.command("try")
+def try_(rules: Rules, run: Recorded, set_: Set = [], as_json: AsJson = False) -> None:
+    """Score recorded episodes by the reward rules of a file of yours.
+
+    The file runs with your rights. --set RULE.SETTING=VALUE changes a rule's setting. A rule that fails is named, and
+    ends the command with status 2. With agl-server installed, a configuration and a run can be given instead.
+
+    For instance: agl reward try my_rewards.py --run episodes.jsonl --set brevity.limit=80
+    """
+    scored, failures = asyncio.run(_scored(load_episodes(run), rules_of(rules, set_)))
+    if as_json:
+        print_json([_row(episode) for episode in scored])
+    else:
+        _print(Screen(), scored)
+    if failures:
+        raise PluginError("\n  ".join(["Reward rules failed. Their episodes have no reward:", *failures]))
+
+
+def rules_of(file: Path, overrides: Sequence[str] = ()) -> list[ScoringRule]:
+    """The reward rules in a plugin file, with settings from `RULE.SETTING=VALUE`. ConfigError if one is wrong."""
+    brought = Plugins.load([file]).components(kinds.REWARD)
+    components = {name: component for name, component in brought.items() if component.origin == str(file)}
+    if not components:
+        raise ConfigError(f"{file} has no reward rule: decorate a function with @agl_core.reward_rule.")
+    settings: dict[str, Any] = {}
+    report = Problems(file, apply_overrides(settings, overrides))
+    for unknown in settings.keys() - components.keys():
+        report.add((unknown,), f"there is no such rule. {nearest(unknown, components)}")
+    options = {
+        name: report.validated(component.options, settings.get(name, {}), (name,), component.label)
+        for name, component in components.items()
+    }
+    report.raise_if_any()
+    return [ScoringRule(name, component.build(options[name])) for name, component in components.items()]
+
+
+async def _scored(episodes: Sequence[Episode], rules: Sequence[ScoringRule]) -> tuple[list[Episode], list[str]]:
+    """The episodes with their rewards, and the errors of rules, equal ones once."""
+    endings = TrainSection().endings
+    scored = await score_groups(await score_all(episodes, rules, endings), rules, endings)
+    failures = {failure_text(error): error.__notes__[-1] for _, errors in scored for error in errors}
+    return [episode for episode, _ in scored], [f"{place} {text}" for text, place in failures.items()]
+
+
+def _row(episode: Episode) -> dict[str, Any]:
+    return {
+        "rollout": episode.rollout,
+        "task": episode.task.id,
+        "ending": episode.ending.value,
+        "result": episode.result,
+        "rewards": {reward.name: reward.value for reward in episode.rewards if reward.call is None},
+        "reward": None if episode.dropped else episode.terminal,
+    }
+
+
+def _print(screen: Screen, episodes: Sequence[Episode]) -> None:
+    rows = [_row(episode) for episode in episodes]
+    names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
+    shown = table("task", "result", numbers=(*names, "reward"), box=None, pad_edge=False)
+    for row in rows:
+        values = [row["rewards"].get(name) for name in names]
+        cells = ("-" if value is None else number(value) for value in (*values, row["reward"]))
+        shown.add_row(one_line(row["task"], 30), one_line(str(row["result"]), 40), *cells)
+    screen.print(shown)
+    rewards = [row["reward"] or 0.0 for row in rows]
+    screen.print(f"{len(rows)} episodes, mean reward {number(sum(rewards) / len(rows)) if rows else '-'}")
