@@ -29,7 +29,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"training", "testing"},
         {"reading"},
         {"builtin"},
-        {"commands", ""},
+        {"commands"},
+        {"runs", ""},
     ],
 }
 
