@@ -1,6 +1,6 @@
 """The trackers "mlflow" and "wandb" (Weights & Biases): metrics, configuration and the best rollouts.
 
-Each is behind an extra of agl-core. A resumed run goes on with the same run there.
+Each is behind an extra of agl-server. A resumed run goes on with the same run there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from agl_core.errors import PluginError
 from agl_core.kinds import NoOptions
 from agl_core.types import Json
 
-_METRICS_AT_ONCE, _PARAMETERS_AT_ONCE, _MAX_PARAMETER = 1000, 100, 500
 _STRANGE = re.compile(r"[^\w\-. :/]")
 
 
@@ -72,7 +71,7 @@ class MlflowOptions(Section):
 
 
 class MlflowTracker(LazyTracker):
-    """Opened, it is MLflow's client and the id of the run."""
+    """Opened, it is MLflow's client, which cuts what is too long or too much for one request, and the run's id."""
 
     module = "mlflow"
 
@@ -94,9 +93,7 @@ class MlflowTracker(LazyTracker):
         artifacts = None if uri else (folder / "mlflow").as_uri()
         experiment = known.experiment_id if known else client.create_experiment(name, artifacts)
         id = str(client.create_run(experiment, run_name=self.run_dir.name).info.run_id)
-        parameters = [Param(_named(key), text[:_MAX_PARAMETER]) for key, text in flat(config).items()]
-        for start in range(0, len(parameters), _PARAMETERS_AT_ONCE):
-            client.log_batch(id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
+        client.log_batch(id, params=[Param(_named(key), text) for key, text in flat(config).items()])
         return (client, id), id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -105,9 +102,7 @@ class MlflowTracker(LazyTracker):
         if (opened := self.open()) is None:
             return
         (client, id), now = opened, int(time.time() * 1000)
-        values = [Metric(_named(key), value, now, step) for key, value in metrics.items()]
-        for start in range(0, len(values), _METRICS_AT_ONCE):
-            client.log_batch(id, metrics=values[start : start + _METRICS_AT_ONCE])
+        client.log_batch(id, [Metric(_named(key), value, now, step) for key, value in metrics.items()])
 
     def keep(self, step: int, best: Sequence[Mapping[str, Json]]) -> None:
         """A table of rollouts."""

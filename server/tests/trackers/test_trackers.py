@@ -97,9 +97,9 @@ def test_without_key_or_network_it_is_reported_once_and_training_goes_on(
         else MlflowTracker(MlflowOptions(uri="http://127.0.0.1:9"), run_dir)
     )
     other = MlflowTracker(MlflowOptions(), run_dir)
-    with caplog.at_level(logging.WARNING, logger="agl_core"):
+    with caplog.at_level(logging.WARNING, logger="agl_server"):
         log_two_steps(run_dir, {which: tracker, "other": other})
-    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("agl_core")]
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("agl_server")]
     assert len(warnings) == 1
     assert warnings[0].startswith(f"The tracker '{which}' failed")
     assert len((run_dir / "metrics.jsonl").read_bytes().splitlines()) == 3
@@ -108,5 +108,5 @@ def test_without_key_or_network_it_is_reported_once_and_training_goes_on(
 
 def test_a_package_that_is_missing_is_named_with_its_extra(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WandbTracker, "module", "no_such_package_at_all")
-    with pytest.raises(PluginError, match=r"pip install 'agl-core\[no_such_package_at_all\]'"):
+    with pytest.raises(PluginError, match=r"pip install 'agl-server\[no_such_package_at_all\]'"):
         WandbTracker(NoOptions(), run_dir)
