@@ -269,19 +269,6 @@ def staleness_metrics(episodes: Sequence[Episode], versions: Mapping[str, int]) 
     return {"staleness/mean": mean(ages), "staleness/max": float(max(ages))} if ages else {}
 
 
-def update_metrics(by_policy: Mapping[str, Mapping[str, float]], *, several: bool) -> dict[str, float]:
-    """The engine's metrics of a step's updates: `update/KEY`; in a run with several policies, `update/POLICY/KEY`.
-
-    >>> update_metrics({"writer": {"loss": 0.5}}, several=True)
-    {'update/writer/loss': 0.5}
-    """
-    return {
-        f"update/{policy}/{key}" if several else f"update/{key}": value
-        for policy, metrics in by_policy.items()
-        for key, value in metrics.items()
-    }
-
-
 def count_metrics(name: str, kinds: Iterable[str | None]) -> dict[str, float]:
     """How often there is each kind, by `NAME/KIND`; None is not counted.
 
@@ -291,14 +278,21 @@ def count_metrics(name: str, kinds: Iterable[str | None]) -> dict[str, float]:
     return {f"{name}/{kind}": float(count) for kind, count in Counter(filter(None, kinds)).items()}
 
 
-def proof_metrics(episodes: Iterable[Episode], records: Iterable[TrainingRecord]) -> dict[str, float]:
-    """The trained tokens by what is proved of them: `proved/exact`, and others by what is missing."""
+def record_metrics(episodes: Iterable[Episode], records: Sequence[TrainingRecord]) -> dict[str, float]:
+    """What training made of the transitions of a step, and its tokens by what is proved of them (`proved/exact`)."""
     transitions = {transition.key: transition for episode in episodes for transition in episode.transitions}
+    kept = [record for record in records if record.dropped is None]
     proofs: Counter[Proof] = Counter()
-    for record in records:
-        if record.dropped is None and (certificate := certify(transitions[record.key], record)) is not None:
+    for record in kept:
+        if (certificate := certify(transitions[record.key], record)) is not None:
             proofs += certificate.counts
-    return {f"proved/{proof}": float(count) for proof, count in proofs.items()}
+    return {
+        "transitions/kept": float(len(kept)),
+        "transitions/dropped": float(len(records) - len(kept)),
+        "transitions/without_advantage": float(sum(record.advantage == 0 for record in kept)),
+        **count_metrics("dropped", (record.dropped for record in records)),
+        **{f"proved/{proof}": float(count) for proof, count in proofs.items()},
+    }
 
 
 def mean(values: Iterable[float]) -> float:

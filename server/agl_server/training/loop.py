@@ -1,4 +1,4 @@
-"""The training loop: run groups of rollouts, reward, credit, update, evaluate on held-out sets, checkpoint."""
+"""The training loop: draw groups of rollouts, credit, update, record, evaluate on held-out sets, checkpoint."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from agl_server.engines.child import peak_rss_bytes
 from agl_server.health.alarms import Watch, alarm_of_failures, alarms_on
 from agl_server.health.rollouts import (
     contrast_metrics,
-    count_metrics,
     episode_metrics,
-    proof_metrics,
+    record_metrics,
     staleness_metrics,
-    update_metrics,
 )
 from agl_server.health.table import Alarm
 from agl_server.health.verdict import check_patience, check_serving
@@ -154,18 +152,14 @@ class Trainer:
         return await self._experience.draw(self.loaded.config.train.steps - self.state.step, advance)
 
     async def _learn(self, step: int, drawn: Drawn, started: float, before: Mapping[str, float]) -> None:
-        """Credit, update and record. Once the weights move, the training records have to be stored.
-
-        `before` are the engine's counters when the step `started`.
-        """
-        settings, versions = self.loaded.config.train, self.session.versions
+        """Credit, update, record, and tell. `before` are the engine's counters when the step `started`."""
+        settings, versions, state = self.loaded.config.train, self.session.versions, self.state
         ages = staleness_metrics(drawn.episodes, versions)
         batches = make_batches(drawn.groups, self._plan, weights=drawn.weights, step=step, versions=versions)
         rolled_out = time.monotonic()
         results = await self._update(step, batches)
         updated = time.monotonic()
         records = await self._record(step, batches, results, drawn.rollouts)
-        alarms = alarms_on(drawn.episodes, self.on_rollouts)
         failure = await alarm_of_failures(self.session.server.store, drawn.episodes)
         stats = await self._stats()
         metrics = {
@@ -176,13 +170,12 @@ class Trainer:
             "seconds/update": updated - rolled_out,
             "seconds/step": time.monotonic() - started,
         }
-        alarms += [failure] if failure else []
-        alarms = self.watch.look(metrics, [*alarms, *self.session.stall.take()])
-        state, self._latest = self.state, drawn
-        state.step = step
-        self.log.write(step, "train", self.watch.steps[-1], alarms, self.stopped)
+        raised = [*alarms_on(drawn.episodes, self.on_rollouts), *([failure] if failure else [])]
+        alarms = self.watch.look(metrics, [*raised, *self.session.stall.take()])
+        state.step, self._latest = step, drawn
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
         self._count_memory(stats)
+        self.log.write(step, "train", self.watch.steps[-1], alarms, self.stopped)
         self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
         self._say(f"step {step}", alarms)
         check_serving(step, {name: result.metrics for name, result in results.items()}, settings.serving_gap)
@@ -212,14 +205,13 @@ class Trainer:
         A rollout's step is the one that trained on it, perhaps not the planned one. A transition that the engine could
         not take has no advantage.
         """
-        records = list[TrainingRecord]()
+        records = [*batches.dropped]
         for policy, result in results.items():
             batch, advantages, weights = batches.batches[policy], result.advantage_N.tolist(), result.weight_N.tolist()
             rows = zip(batch.keys, batch.values_N.tolist(), advantages, weights, result.dropped, strict=True)
             for (key, credit, advantage, weight, reason), seen in zip(rows, recomputed_in(batch, result), strict=True):
                 compared = advantage if reason in (None, DropReason.NO_ADVANTAGE) else None
                 records.append(TrainingRecord(*key, step, credit, compared, weight, reason, seen))
-        records += batches.dropped
         moved = [replace(rollout, step=step) for rollout in rollouts if rollout.step != step]
         store = self.session.server.store
         removed = await store.erased([rollout.id for rollout in rollouts])
@@ -237,9 +229,7 @@ class Trainer:
         records: Sequence[TrainingRecord],
     ) -> dict[str, float]:
         """The numbers of a step, but for its times and tokens."""
-        updates = {name: result.metrics for name, result in results.items()}
-        dropped = sum(record.dropped is not None for record in records)
-        idle = sum(record.dropped is None and record.advantage == 0 for record in records)
+        several = len(self.loaded.policies) > 1
         before, self._hook_failures = self._hook_failures, self.loaded.plugins.hook.failures.total()
         rewards = episode_metrics(drawn.episodes)
         if self.loaded.is_rewarded:
@@ -249,13 +239,13 @@ class Trainer:
         return {
             **rewards,
             **drawn.metrics,
-            **update_metrics(updates, several=len(self.loaded.policies) > 1),
-            **count_metrics("dropped", (record.dropped for record in records)),
-            **proof_metrics(drawn.episodes, records),
+            **record_metrics(drawn.episodes, records),
+            **{
+                f"update/{policy}/{key}" if several else f"update/{key}": value
+                for policy, result in results.items()
+                for key, value in result.metrics.items()
+            },
             **{f"episodes_dropped/{reason}": float(count) for reason, count in batches.episodes_dropped.items()},
-            "transitions/kept": float(len(records) - dropped),
-            "transitions/dropped": float(dropped),
-            "transitions/without_advantage": float(idle),
             "transitions/without_logprobs": float(sum((~b.sampled_N).sum() for b in batches.batches.values())),
             "hooks/failed": float(self._hook_failures - before),
         }
