@@ -21,9 +21,8 @@ from agl_core.protocols import Upstream
 from agl_core.store import Store
 from agl_core.types import Run
 from agl_core.wire import Activity, RunningAttempt
-from agl_server.gateway.attempts import Attribution, RolloutSource
+from agl_server.gateway.attempts import Attribution, Relay, RolloutSource, RunSettings
 from agl_server.gateway.calls import Gateway
-from agl_server.gateway.upstream import Relay, RunSettings
 from agl_server.http.keys import Keys
 from agl_server.http.listening import Listening, bind, url_of
 from agl_server.queue.rollouts import RolloutQueue

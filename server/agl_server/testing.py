@@ -34,7 +34,7 @@ from agl_core.testing import episodes as make
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import AttemptKey, Call, Ending, Episode, ToolResult
 from agl_core.wire import LeaseRequest
-from agl_server.gateway.upstream import RunSettings
+from agl_server.gateway.attempts import RunSettings
 from agl_server.server import LightningServer
 from agl_server.store.sqlite import SqliteStore
 

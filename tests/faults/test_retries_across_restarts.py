@@ -19,7 +19,7 @@ from agl_online.config import OnlineSection
 from agl_online.deployed import fixed_upstream
 from agl_online.sessions import Sessions
 from agl_online.wire import HEADER_SESSION, ApplicationKeys, Purpose
-from agl_server.gateway.upstream import RunSettings
+from agl_server.gateway.attempts import RunSettings
 from agl_server.http.keys import Keys
 from agl_server.server import LightningServer
 from agl_server.store.sqlite import SqliteStore

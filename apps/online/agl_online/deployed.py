@@ -19,7 +19,7 @@ from agl_core.errors import AglError, EngineError
 from agl_core.protocols import Engine, Upstream
 from agl_online.policies import Version, make_engine, policy_spec
 from agl_online.versions import Ledger, Standing
-from agl_server.gateway.upstream import Destination, Relay, RunSettings
+from agl_server.gateway.attempts import Destination, Relay, RunSettings
 from agl_server.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_server.training.run import run_settings
 

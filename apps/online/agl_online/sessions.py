@@ -50,8 +50,7 @@ from agl_online.wire import (
     Purpose,
     SessionReply,
 )
-from agl_server.gateway.attempts import RolloutSource, SourceFactory
-from agl_server.gateway.upstream import Relay
+from agl_server.gateway.attempts import Relay, RolloutSource, SourceFactory
 from agl_server.http.keys import Keys
 from agl_server.routes import route, route_of
 

@@ -30,7 +30,7 @@ from agl_core.types import AttemptKey, Ending, Mode, Rollout, Run, Task
 from agl_core.wire import Lease, LeaseRequest, take_keys
 from agl_server.commands.screen import KeyVariable, Model, UpstreamUrl
 from agl_server.commands.upstreams import ANEW, choose_key, choose_url, open_upstream
-from agl_server.gateway.upstream import RunSettings
+from agl_server.gateway.attempts import RunSettings
 from agl_server.http.keys import Keys
 from agl_server.reading.explained import AttemptReport, reports_of
 from agl_server.reading.runs import RUNS, check_name, is_capture, open_store, write_capture

@@ -1,11 +1,12 @@
-"""Attempts as the gateway sees them, and whose a request is."""
+"""Attempts as the gateway sees them: whose a request is, and which model server answers it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -13,12 +14,81 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from agl_core.apis.answered import ReplyCache
-from agl_core.apis.errors import ApiError, attempt_closed
+from agl_core.apis.errors import ApiError, attempt_closed, no_upstream
 from agl_core.capture.requests import HEADER_ROLLOUT
+from agl_core.config.models import PromptSection, SamplingSection
+from agl_core.protocols import Upstream
 from agl_core.store import Store
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout
-from agl_server.gateway.upstream import Relay
+from agl_server.gateway.upstream import UpstreamClient
 from agl_server.http.keys import Keys, attempt_key
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How a run's rollouts are sampled, and how often they are tried."""
+
+    sampling: SamplingSection | None
+    """None: as agents ask."""
+    seed: int
+    timeout: float
+    """Seconds an attempt may take."""
+    attempts: int
+    """Tries per rollout."""
+    agents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By policy: the agents that it answers."""
+    prompts: Mapping[str, PromptSection] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Destination:
+    """The model server that answers calls, and how they are sampled."""
+
+    upstream: Upstream
+    settings: RunSettings
+    client: UpstreamClient
+    versions: Mapping[str, int]
+    """By policy, for replies that do not name their version."""
+
+
+class Relay:
+    """The current model server, if any. Used on the server's event loop.
+
+    `lend` is called with whether there is one, so that rollouts wait while there is none.
+    """
+
+    def __init__(self, lend: Callable[[bool], None] = lambda lending: None) -> None:
+        self.versions: dict[str, int] = {}
+        self._lend = lend
+        self._destination: Destination | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self._destination is not None
+
+    def current_destination(self) -> Destination:
+        """ApiError 503 if there is none."""
+        if self._destination is None:
+            raise no_upstream()
+        return self._destination
+
+    @contextmanager
+    def acquire_destination(self, group: str) -> Iterator[Destination]:
+        """The destination of a call of this group, held until the block ends; ApiError 503 if there is none."""
+        yield self.current_destination()
+
+    def serve(self, upstream: Upstream, settings: RunSettings) -> None:
+        """Forward to this model server from now on."""
+        self.withdraw()
+        self._destination = Destination(upstream, settings, UpstreamClient(upstream, settings.timeout), self.versions)
+        self._lend(True)
+
+    def withdraw(self) -> None:
+        """Refuse new calls; those in flight go on."""
+        self._lend(False)
+        destination, self._destination = self._destination, None
+        if destination is not None:
+            destination.client.close()
 
 
 @dataclass(slots=True, eq=False)

@@ -44,9 +44,8 @@ from agl_core.config.sections import is_among, policy_of
 from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.store import Store
 from agl_core.types import Call, Mode, Rollout, Sampling
-from agl_server.gateway.attempts import ActiveAttempt, Attribution
-from agl_server.gateway.endpoint import HttpReply
-from agl_server.gateway.upstream import Destination, Relay, forwarded
+from agl_server.gateway.attempts import ActiveAttempt, Attribution, Destination, Relay
+from agl_server.gateway.upstream import HttpReply, forwarded
 from agl_server.http.listening import CONNECTION, HttpConnection, read_body
 
 logger = logging.getLogger(__name__)

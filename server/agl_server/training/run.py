@@ -22,8 +22,7 @@ from agl_core.errors import CheckpointError, ConfigError, EngineError, ServerErr
 from agl_core.protocols import RecordedTasks
 from agl_core.store import Store
 from agl_core.wire import SERVER_FILE, ServerFile, take_key_of
-from agl_server.gateway.attempts import RolloutSource, SourceFactory
-from agl_server.gateway.upstream import RunSettings
+from agl_server.gateway.attempts import RolloutSource, RunSettings, SourceFactory
 from agl_server.health.alarms import KEPT, Watch, alarms_of
 from agl_server.health.verdict import METRICS_FILE, read_metrics
 from agl_server.http.keys import Keys

@@ -29,8 +29,7 @@ from agl_core.protocols import Upstream
 from agl_core.testing.scripts import Drop, Fail, Hold
 from agl_core.testing.upstream import ScriptedUpstream, served
 from agl_core.types import AttemptKey
-from agl_server.gateway.endpoint import MAX_UNREAD, Endpoint, HttpReply
-from agl_server.gateway.upstream import REST, SLACK, UpstreamClient
+from agl_server.gateway.upstream import MAX_UNREAD, REST, SLACK, Endpoint, HttpReply, UpstreamClient
 from agl_server.testing import Stack, running_stack, until
 
 from .server_aids import GOOD
