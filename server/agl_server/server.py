@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from agl_core import hooks
 from agl_core.config.sections import GatewaySection, ServerSection
+from agl_core.errors import ServerError
 from agl_core.plugins import RunHooks
 from agl_core.protocols import Upstream
 from agl_core.store import Store
@@ -92,9 +93,14 @@ class LightningServer:
         """The server's address, without a path; known once it has started."""
         return url_of(self._host, self._port)
 
-    async def start(self) -> None:
-        """Listen; ServerError if a port is taken."""
-        listener = bind(self._host, self._port)
+    async def start(self, before: int | None = None) -> None:
+        """Listen; with port 0 on the one `before`, if it is free, so that others find the server again. ServerError."""
+        try:
+            listener = bind(self._host, self._port or before or 0)
+        except ServerError:
+            if self._port or not before:
+                raise
+            listener = bind(self._host, 0)
         self._port = listener.getsockname()[1]
         try:
             await self._source.start(self.base_url)

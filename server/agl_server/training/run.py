@@ -18,11 +18,10 @@ from agl_core.config.check import cautions
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, store_config
 from agl_core.config.models import RunConfig
 from agl_core.config.sections import GatewaySection
-from agl_core.errors import CheckpointError, ConfigError, EngineError, ServerError, StoreError, TrainingError
+from agl_core.errors import CheckpointError, ConfigError, EngineError, StoreError, TrainingError
 from agl_core.protocols import RecordedTasks
-from agl_core.store import Store
 from agl_core.wire import SERVER_FILE, ServerFile, take_key_of
-from agl_server.gateway.attempts import RolloutSource, RunSettings, SourceFactory
+from agl_server.gateway.attempts import RunSettings, SourceFactory
 from agl_server.health.alarms import KEPT, Watch, alarms_of
 from agl_server.health.verdict import METRICS_FILE, read_metrics
 from agl_server.http.keys import Keys
@@ -286,8 +285,18 @@ async def local_server(
                 f"recorded of it is lost, or is elsewhere. Put the store back, with its log (-wal) if it has one, or "
                 f"restore a backup. To start a new run, remove {file}."
             )
-        source = None if source_of is None else await source_of(store, keys)
-        server = await _started(loaded, store, keys, before, source)
+        source, config = None if source_of is None else await source_of(store, keys), loaded.config
+        server = LightningServer(
+            store,
+            None,
+            run_settings(config),
+            loaded.plugins.hook,
+            listen=config.server,
+            gateway=config.gateway,
+            keys=keys,
+            source=source,
+        )
+        await server.start(None if before is None else urlsplit(before.base_url).port)
         ended_well = False
         try:
             keys.write(file, server.base_url, begun=begun or source is not None)
@@ -295,32 +304,6 @@ async def local_server(
             ended_well = True
         finally:
             await server.stop(over=ended_well)
-
-
-async def _started(
-    loaded: LoadedConfig, store: Store, keys: Keys, before: ServerFile | None, source: RolloutSource | None
-) -> LightningServer:
-    """A server that listens; with port 0 where the one before did, if it can, so that others find it again."""
-    settings = loaded.config.server
-
-    async def listening(port: int) -> LightningServer:
-        server = LightningServer(
-            store,
-            None,
-            run_settings(loaded.config),
-            loaded.plugins.hook,
-            listen=settings.model_copy(update={"port": port}),
-            keys=keys,
-            gateway=loaded.config.gateway,
-            source=source,
-        )
-        await server.start()
-        return server
-
-    if not settings.port and before is not None and (port := urlsplit(before.base_url).port):
-        with suppress(ServerError):
-            return await listening(port)
-    return await listening(settings.port)
 
 
 def passthrough_key(gateway: GatewaySection) -> str | None:
