@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
+import pydantic
 from numpy.typing import NDArray
 
+from agl_core.config.sections import LoraSection, OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.types import (
     Batch,
@@ -143,16 +145,16 @@ class Adapter(Protocol):
         """
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class PolicySpec:
-    """A policy, for an engine."""
+    """A policy, for an engine; settings are checked as it is made."""
 
     model: str
     """A folder or a hub name."""
     dtype: str = "auto"
     trust_remote_code: bool = False
-    lora: Mapping[str, Any] | None = None
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    lora: LoraSection | None = None
+    optimizer: OptimizerSection = OptimizerSection()
     algorithm: str = ""
     """The algorithm that trains it; without one it is only served."""
     algorithm_options: Mapping[str, Any] = field(default_factory=dict)

@@ -98,7 +98,8 @@ def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases |
     if spec.adapter is not None:
         adapted = _with_saved_adapter(base.model, Path(spec.adapter), spec)
     else:
-        adapted = _with_adapter(base.model, LoraSection.model_validate(dict(spec.lora or {})), spec, seed)
+        assert spec.lora is not None, "else there is nothing to adapt"
+        adapted = _with_adapter(base.model, spec.lora, spec, seed)
     return replace(base, model=adapted.eval())
 
 

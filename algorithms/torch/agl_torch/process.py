@@ -27,7 +27,6 @@ from agl_algorithms.fingerprints import write_fingerprint
 from agl_algorithms.policy_gradient import Algorithm
 from agl_chat.api import ModelServer, create_app
 from agl_chat.conversation import ChatText, keep_tokenizer_settings, tokenized
-from agl_core.config.sections import OptimizerSection
 from agl_core.errors import CheckpointError, EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, ResponseScores, UpdateResult
@@ -128,7 +127,7 @@ class Policies:
         options = self._options
         return PolicyTrainer(
             loaded,
-            OptimizerSection.model_validate(dict(spec.optimizer)),
+            spec.optimizer,
             steps=self._steps,
             tokens_per_micro_batch=options.tokens_per_micro_batch or tokens_per_pass(loaded.model, loaded.device),
             gradient_checkpointing=options.gradient_checkpointing,

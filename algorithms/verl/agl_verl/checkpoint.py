@@ -57,7 +57,7 @@ def finish(folder: Path, spec: PolicySpec, *, version: int, workers: int, critic
                 if file.suffix != ".safetensors":
                     shutil.copy(file, exported / file.name)
         else:
-            write_adapter(exported, model, LoraSection.model_validate(dict(spec.lora)), spec.name or spec.model)
+            write_adapter(exported, model, spec.lora, spec.name or spec.model)
             for file in exported.glob("*.safetensors"):
                 file.unlink()
         keep_tokenizer_settings(spec.model, model)

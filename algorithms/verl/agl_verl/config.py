@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from agl_core.config.sections import LoraSection, OptimizerSection, usual_learning_rate
+from agl_core.config.sections import LoraSection, usual_learning_rate
 from agl_core.errors import ConfigError, EngineError
 from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec
@@ -274,7 +274,7 @@ def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, c
             )
         settings[f"{ROLLOUT}.full_determinism"] = True
     if spec.lora is not None:
-        settings |= _lora(LoraSection.model_validate(dict(spec.lora)), len(context.policies))
+        settings |= _lora(spec.lora, len(context.policies))
     if options.serving_gpus:  # Servers on GPUs of their own, each replica on one node; they get every update's weights.
         settings |= {
             "actor_rollout_ref.hybrid_engine": False,
@@ -310,7 +310,8 @@ def _model_config(spec: PolicySpec) -> Mapping[str, Any]:
 
 def _can_fuse(spec: PolicySpec) -> bool:
     """True if veRL's fused kernels are exact for the model: it is of `FUSED`, and its output layer has no adapter."""
-    has_own_layer = not spec.trust_remote_code and "lm_head" not in (spec.lora or {}).get("targets", ())
+    adapted = () if spec.lora is None else spec.lora.targets
+    has_own_layer = not spec.trust_remote_code and "lm_head" not in adapted
     return has_own_layer and _model_config(spec).get("model_type") in FUSED
 
 
@@ -346,7 +347,7 @@ def _fsdp(options: VerlOptions, context: EngineContext, spec: PolicySpec, dtype:
 
 def optimizers(options: VerlOptions, spec: PolicySpec, algorithm: Algorithm) -> dict[str, dict[str, Any]]:
     """veRL's settings of a policy's optimizer and, if there is one, its critic's."""
-    optimizer = OptimizerSection.model_validate(dict(spec.optimizer))
+    optimizer = spec.optimizer
     schedule = "lr_decay_style" if model_engine(options) == "megatron" else "lr_scheduler_type"
     fsdp = model_engine(options) == "dp"  # Counts optimizer steps (`agl_verl.verl_plugin`); the others updates.
     per_update = 1 if fsdp else algorithm.epochs * algorithm.minibatches

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agl_core.config.sections import LoraSection
 from agl_core.errors import AglError, EngineError, nearest
 from agl_core.protocols import EngineContext, Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch, Call
@@ -150,7 +149,7 @@ class Driver:
                 config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
                 with device("meta"):
                     model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)  # type: ignore[no-untyped-call]
-                check_targets(model, LoraSection.model_validate(dict(spec.lora)).targets)
+                check_targets(model, spec.lora.targets)
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
