@@ -16,7 +16,7 @@ from agl_core.config.load import apply_overrides
 from agl_core.config.models import TrainSection
 from agl_core.config.resolve import Problems
 from agl_core.errors import ConfigError, PluginError, nearest
-from agl_core.learning.rewards import ScoringRule, failure_text, score_all, score_groups
+from agl_core.learning.rewards import ScoringRule, try_rules
 from agl_core.learning.transitions import load_episodes
 from agl_core.plugins import Plugins
 from agl_core.types import Episode
@@ -41,7 +41,7 @@ def try_(rules: Rules, run: Recorded, set_: Set = [], as_json: AsJson = False) -
 
     For instance: agl reward try my_rewards.py --run episodes.jsonl --set brevity.limit=80
     """
-    scored, failures = asyncio.run(_scored(load_episodes(run), rules_of(rules, set_)))
+    scored, failures = asyncio.run(try_rules(load_episodes(run), rules_of(rules, set_), TrainSection().endings))
     if as_json:
         print_json([_row(episode) for episode in scored])
     else:
@@ -66,14 +66,6 @@ def rules_of(file: Path, overrides: Sequence[str] = ()) -> list[ScoringRule]:
     }
     report.raise_if_any()
     return [ScoringRule(name, component.build(options[name])) for name, component in components.items()]
-
-
-async def _scored(episodes: Sequence[Episode], rules: Sequence[ScoringRule]) -> tuple[list[Episode], list[str]]:
-    """The episodes with their rewards, and the errors of rules, equal ones once."""
-    endings = TrainSection().endings
-    scored = await score_groups(await score_all(episodes, rules, endings), rules, endings)
-    failures = {failure_text(error): error.__notes__[-1] for _, errors in scored for error in errors}
-    return [episode for episode, _ in scored], [f"{place} {text}" for text, place in failures.items()]
 
 
 def _row(episode: Episode) -> dict[str, Any]:

@@ -145,6 +145,17 @@ async def score_groups(
     ]
 
 
+async def try_rules(
+    episodes: Sequence[Episode], rules: Sequence[ScoringRule], endings: Mapping[Ending, float | Json]
+) -> tuple[list[Episode], list[str]]:
+    """The episodes of whole groups with their rewards, and the errors of rules in words, equal ones once."""
+    scored = await score_groups(await score_all(episodes, rules, endings), rules, endings)
+    alike: dict[str, str] = {}
+    for error in (error for _, errors in scored for error in errors):
+        alike.setdefault(failure_text(error), error.__notes__[-1])
+    return [episode for episode, _ in scored], [f"{place} {text}" for text, place in alike.items()]
+
+
 async def _compare(group: Sequence[_EpisodeScores], rules: Sequence[ScoringRule], turn: asyncio.Lock) -> None:
     """Let rules that see a group at once judge one."""
     for scoring in rules:

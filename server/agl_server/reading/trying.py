@@ -14,7 +14,7 @@ from typing import TypeAlias
 from agl_core.config.load import CONFIG_FILE, LoadedConfig
 from agl_core.errors import ConfigError, nearest
 from agl_core.learning.batch import BatchPlan, make_batches
-from agl_core.learning.rewards import AGENT_SOURCE, failure_text, score_all, score_groups
+from agl_core.learning.rewards import AGENT_SOURCE, try_rules
 from agl_core.store import Store
 from agl_core.types import (
     DropReason,
@@ -142,7 +142,8 @@ async def _try(run: Path, loaded: LoadedConfig, ids: Sequence[str], step: int | 
         done = [[member for member in group if member.state is RolloutState.DONE] for group in groups]
         unfinished = sum(map(len, groups)) - sum(map(len, done))
         everyone = [*(r for group in done for r in group), *(r for r in chosen if not r.mode.trains)]
-        scored, failures = await _scored(loaded, await recorded_episodes(store, everyone, loaded.plugins.hook))
+        recorded = await recorded_episodes(store, everyone, loaded.plugins.hook)
+        scored, failures = await try_rules(recorded, scoring_rules(loaded), loaded.config.train.endings)
         entries = {entry.rollout.id: entry for entry in await entries_of(store, everyone)}
     records = [record for entry in entries.values() for record in entry.training_records]
     episodes = {episode.rollout: episode for episode in scored}
@@ -192,18 +193,6 @@ async def _chosen(store: Store, run: Path, ids: Sequence[str], step: int | None)
     if not tried:
         raise ConfigError(f"{run} has no such rollout that has ended. See agl rollouts {run}.")
     return tried
-
-
-async def _scored(loaded: LoadedConfig, episodes: Sequence[Episode]) -> tuple[list[Episode], list[str]]:
-    """The episodes with their rewards, and the errors of rules, equal ones once."""
-    rules, endings = scoring_rules(loaded), loaded.config.train.endings
-    scored = await score_groups(await score_all(episodes, rules, endings), rules, endings)
-    alike: dict[str, str] = {}
-    for error in (error for _, errors in scored for error in errors):
-        text = failure_text(error)
-        alike.setdefault(text, f"{error.__notes__[-1]} {text}")
-    failures = list(alike.values())
-    return [episode for episode, _ in scored], failures
 
 
 def _credited(loaded: LoadedConfig, groups: Sequence[Sequence[Episode]]) -> dict[TransitionKey, Value]:
