@@ -13,11 +13,10 @@ from typing import Literal, TypeVar
 
 from agl_core.config.load import LoadedConfig
 from agl_core.kinds import Capability
-from agl_core.learning.rewards import AGENT_SOURCE, was_rewarded
-from agl_core.learning.tool_results import CONTRADICTED, has_failed, tool_calls_of
+from agl_core.learning.tool_results import tool_calls_of
 from agl_core.learning.transitions import message_text
 from agl_core.store import Store
-from agl_core.types import AlarmName, AttemptKey, Ending, Episode, Rollout, Source, ToolResult
+from agl_core.types import AlarmName, AttemptKey, Ending, Episode, Rollout
 from agl_core.wire import Activity, RunningAttempt
 from agl_server.health.table import ALARMS, REMEDIES, SHORTEST_STALL, Alarm, Numbers
 
@@ -100,81 +99,6 @@ class Watch:
                     yield Alarm.of(name, "; ".join(f"{policy}{text}" for policy, text in seen.items() if text))
 
 
-def _no_reward(episodes: Sequence[Episode]) -> str | None:
-    scored = [episode for episode in episodes if episode.dropped is None]
-    if not scored or any(map(was_rewarded, scored)):
-        return None
-    return f"no rule in [rewards] had anything to say of {len(scored)} rollouts, and no agent reported a reward"
-
-
-def _no_result(episodes: Sequence[Episode]) -> str | None:
-    finished = [episode for episode in episodes if episode.ending is Ending.FINISHED]
-    reported = any(reward.source == AGENT_SOURCE for episode in finished for reward in episode.rewards)
-    if not finished or reported or any((e.result, e.terminal) != (None, finished[0].terminal) for e in finished):
-        return None
-    return f"the result was null in all {len(finished)} rollouts"
-
-
-def _cached_replies(episodes: Sequence[Episode]) -> str | None:
-    groups, cached = defaultdict[str, list[Episode]](list), list[str]()
-    for episode in episodes:
-        groups[episode.group].append(episode)
-    for group in groups.values():
-        got = {e.rollout: {call["id"] for t in e.transitions for call in tool_calls_of(t.response)} for e in group}
-        for episode in group:
-            others = set().union(*(ids for rollout, ids in got.items() if rollout != episode.rollout))
-            last = episode.transitions[-1].messages if episode.transitions else ()
-            copied = {call["id"] for message in last for call in tool_calls_of(message)} - got[episode.rollout]
-            is_silent = episode.ending is Ending.NO_CALL and any(other.transitions for other in group)
-            if is_silent or copied & others:
-                cached.append(episode.rollout)
-    return f"{len(cached)} of {len(episodes)} rollouts seem to have got replies from a cache" if cached else None
-
-
-def _asserted_tool_results(episodes: Sequence[Episode]) -> str | None:
-    tool_results = _tool_results(episodes)
-    asserted = Counter(r.source.value for r in tool_results if r.source is not Source.CONVERSATION).most_common()
-    if not asserted:
-        return None
-    sources = ", ".join(f"{source} {count}" for source, count in asserted)
-    return (
-        f"tool results count in the reward, and only the agent's side says what some of the {len(tool_results)} of "
-        f"this step were ({sources})"
-    )
-
-
-def _contradicted_tool_results(episodes: Sequence[Episode]) -> str | None:
-    tool_results = _tool_results(episodes)
-    denied = [result for result in tool_results if result.status_rule == CONTRADICTED and has_failed(result)]
-    if not denied:
-        return None
-    return (
-        f"{len(denied)} of {len(tool_results)} tool results were reported as a success, and the model was shown a "
-        f"failure, which counts (the first: {denied[0].tool} in {denied[0].rollout})"
-    )
-
-
-def _asserted_rewards(episodes: Sequence[Episode]) -> str | None:
-    if all(reward.source != AGENT_SOURCE for episode in episodes for reward in episode.rewards):
-        return None
-    return "the reward is what the agent reports: no rule in [rewards] has a weight"
-
-
-def _tool_results(episodes: Sequence[Episode]) -> list[ToolResult]:
-    return [result for episode in episodes for t in episode.transitions for result in t.tool_results]
-
-
-_ON_ROLLOUTS: Mapping[AlarmName, Callable[[Sequence[Episode]], str | None]] = {
-    AlarmName.NO_REWARD: _no_reward,
-    AlarmName.CONTRADICTED_TOOL_RESULTS: _contradicted_tool_results,
-    AlarmName.NO_RESULT: _no_result,
-    AlarmName.CACHED_REPLIES: _cached_replies,
-    AlarmName.ASSERTED_TOOL_RESULTS: _asserted_tool_results,
-    AlarmName.ASSERTED_REWARDS: _asserted_rewards,
-}
-"""The observation of each alarm in the new rollouts of a step, if there is one."""
-
-
 def alarms_of(loaded: LoadedConfig) -> list[AlarmName]:
     """The alarms on rollouts that a run with this configuration may raise; none if it does not look at rewards."""
     if not loaded.is_rewarded:
@@ -194,7 +118,8 @@ def alarms_of(loaded: LoadedConfig) -> list[AlarmName]:
 
 def alarms_on(episodes: Sequence[Episode], names: Iterable[AlarmName]) -> list[Alarm]:
     """The alarms among these that the rollouts raise."""
-    return [Alarm.of(name, seen) for name in names if (seen := _ON_ROLLOUTS[name](episodes)) is not None]
+    signals = ((name, ALARMS[name].in_rollouts) for name in names)
+    return [Alarm.of(name, seen) for name, signal in signals if signal is not None and (seen := signal(episodes))]
 
 
 def common_failure(episodes: Sequence[Episode]) -> Ending | None:

@@ -7,12 +7,15 @@ run. A signal on numbers says nothing as long as steps lack one of them.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TypeAlias
 
-from agl_core.types import AlarmName, DropReason, Ending
+from agl_core.learning.rewards import AGENT_SOURCE, was_rewarded
+from agl_core.learning.tool_results import CONTRADICTED, has_failed, tool_calls_of
+from agl_core.types import AlarmName, DropReason, Ending, Episode, Source, ToolResult
 
 Numbers: TypeAlias = Mapping[str, float]
 """The metrics of one training step (docs/metrics.md)."""
@@ -134,14 +137,80 @@ def _first(values: Sequence[float | None]) -> float | None:
     return fmean(known[:FIRST]) if len(known) > FIRST else None
 
 
+def _no_reward(episodes: Sequence[Episode]) -> str | None:
+    scored = [episode for episode in episodes if episode.dropped is None]
+    if not scored or any(map(was_rewarded, scored)):
+        return None
+    return f"no rule in [rewards] had anything to say of {len(scored)} rollouts, and no agent reported a reward"
+
+
+def _no_result(episodes: Sequence[Episode]) -> str | None:
+    finished = [episode for episode in episodes if episode.ending is Ending.FINISHED]
+    reported = any(reward.source == AGENT_SOURCE for episode in finished for reward in episode.rewards)
+    if not finished or reported or any((e.result, e.terminal) != (None, finished[0].terminal) for e in finished):
+        return None
+    return f"the result was null in all {len(finished)} rollouts"
+
+
+def _cached_replies(episodes: Sequence[Episode]) -> str | None:
+    groups, cached = defaultdict[str, list[Episode]](list), list[str]()
+    for episode in episodes:
+        groups[episode.group].append(episode)
+    for group in groups.values():
+        got = {e.rollout: {call["id"] for t in e.transitions for call in tool_calls_of(t.response)} for e in group}
+        for episode in group:
+            others = set().union(*(ids for rollout, ids in got.items() if rollout != episode.rollout))
+            last = episode.transitions[-1].messages if episode.transitions else ()
+            copied = {call["id"] for message in last for call in tool_calls_of(message)} - got[episode.rollout]
+            is_silent = episode.ending is Ending.NO_CALL and any(other.transitions for other in group)
+            if is_silent or copied & others:
+                cached.append(episode.rollout)
+    return f"{len(cached)} of {len(episodes)} rollouts seem to have got replies from a cache" if cached else None
+
+
+def _asserted_tool_results(episodes: Sequence[Episode]) -> str | None:
+    tool_results = _tool_results(episodes)
+    asserted = Counter(r.source.value for r in tool_results if r.source is not Source.CONVERSATION).most_common()
+    if not asserted:
+        return None
+    sources = ", ".join(f"{source} {count}" for source, count in asserted)
+    return (
+        f"tool results count in the reward, and only the agent's side says what some of the {len(tool_results)} of "
+        f"this step were ({sources})"
+    )
+
+
+def _contradicted_tool_results(episodes: Sequence[Episode]) -> str | None:
+    tool_results = _tool_results(episodes)
+    denied = [result for result in tool_results if result.status_rule == CONTRADICTED and has_failed(result)]
+    if not denied:
+        return None
+    return (
+        f"{len(denied)} of {len(tool_results)} tool results were reported as a success, and the model was shown a "
+        f"failure, which counts (the first: {denied[0].tool} in {denied[0].rollout})"
+    )
+
+
+def _asserted_rewards(episodes: Sequence[Episode]) -> str | None:
+    if all(reward.source != AGENT_SOURCE for episode in episodes for reward in episode.rewards):
+        return None
+    return "the reward is what the agent reports: no rule in [rewards] has a weight"
+
+
+def _tool_results(episodes: Sequence[Episode]) -> list[ToolResult]:
+    return [result for episode in episodes for t in episode.transitions for result in t.tool_results]
+
+
 @dataclass(frozen=True)
 class AlarmFacts:
-    """One row: why an alarm matters, what to do, and its signal in numbers."""
+    """One row: why an alarm matters, what to do, and its signal; the run itself sees those without one."""
 
     why: str
     remedy: str
     signal: Signal | None = None
-    """None if the run itself sees it, and no threshold can be set."""
+    """In numbers, with a threshold."""
+    in_rollouts: Callable[[Sequence[Episode]], str | None] | None = None
+    """The observation in the new rollouts of a step, if there is one; without a threshold."""
 
     @property
     def about(self) -> str:
@@ -259,17 +328,20 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
         "No rule had anything to say of any rollout of a step, and no agent reported a reward. All rollouts count as "
         "0, and nothing can be learned.",
         "Name a rule in [rewards], or have the agent call agl_core.reward(value); what it returns is its result.",
+        in_rollouts=_no_reward,
     ),
     AlarmName.NO_RESULT: AlarmFacts(
         "The result was null in all rollouts of a step, and their rewards are equal. A rule that compares the result "
         "with the task's answer gives all of them the same.",
         "Let the agent's function return its answer, unless its rewards rest on other things.",
+        in_rollouts=_no_result,
     ),
     AlarmName.CACHED_REPLIES: AlarmFacts(
         "Rollouts made no LLM call where others of their group made some, or went on from a reply that another one "
         "got. A cache in the agent's client answers them: they are copies, and teach nothing.",
         "Switch the cache off (LangChain's set_llm_cache, DSPy's and LiteLLM's cache); if there is none, see what the "
         "attempts say (agl show ROLLOUT).",
+        in_rollouts=_cached_replies,
     ),
     AlarmName.FAILURES: AlarmFacts(
         "All rollouts of a step, or of an evaluation, failed in one way; or some of the first evaluation. Rollouts "
@@ -280,16 +352,19 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
         "Tool results count in reward or credit, and only the agent's side says what some were. Whatever the agent "
         "starts can say the same, and so earn rewards that it does not deserve.",
         "See docs/security.md.",
+        in_rollouts=_asserted_tool_results,
     ),
     AlarmName.CONTRADICTED_TOOL_RESULTS: AlarmFacts(
         "Tool results of a step were reported as a success, and the model was shown a failure, which counts. Something "
         "that the agent starts may be forging reports, or a tool's report is wrong.",
         "Read these rollouts (agl show ROLLOUT) and see docs/security.md.",
+        in_rollouts=_contradicted_tool_results,
     ),
     AlarmName.ASSERTED_REWARDS: AlarmFacts(
         "No rule in [rewards] has a weight, and the reward is what the agent reports. Whatever the agent starts can "
         "say the same, and so earn rewards that it does not deserve.",
         "See docs/security.md.",
+        in_rollouts=_asserted_rewards,
     ),
     AlarmName.STALL: AlarmFacts(
         "Training waits, and nothing is learned meanwhile.",
