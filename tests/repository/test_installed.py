@@ -6,19 +6,27 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
+import yaml
+
+import agl_core
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.storm, pytest.mark.timeout(600)]
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """Run a command that must succeed; returns what it printed."""
+    """Run a command in the repository that must succeed; returns what it printed."""
     result = subprocess.run(
         [str(part) for part in command],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -29,28 +37,41 @@ def run(*command: str | Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheels(distributions: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel of every distribution."""
-    folder = tmp_path_factory.mktemp("wheels")
-    for distribution in distributions.values():
-        run(
-            sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, distribution.folder
-        )  # fmt: skip
+def dist(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a release of today's version would publish, made by the release's own commands."""
+    folder = tmp_path_factory.mktemp("dist")
+    workflow = yaml.safe_load((root / ".github" / "workflows" / "release.yml").read_text())
+    commands = [step["run"] for step in workflow["jobs"]["build"]["steps"] if "run" in step]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    run("bash", "-ec", "\n".join(commands), PATH=path, DIST=str(folder), TAG=f"v{agl_core.__version__}")
     return folder
 
 
-def test_every_distribution_makes_a_wheel_with_its_types(wheels: Path, distributions: dict[str, Any]) -> None:
-    from zipfile import ZipFile
+def test_a_release_has_each_distribution_with_its_types_and_licence(
+    dist: Path, distributions: dict[str, Any], root: Path
+) -> None:
+    wheels = {file.name.split("-")[0]: ZipFile(file) for file in dist.glob("*.whl")}
+    sources = {file.name.split("-")[0]: tarfile.open(file) for file in dist.glob("*.tar.gz")}
+    licence = (root / "LICENSE").read_bytes()
 
-    packed = {file.name.split("-")[0]: set(ZipFile(file).namelist()) for file in wheels.glob("*.whl")}
-
-    assert set(packed) == {distribution.package for distribution in distributions.values()}
+    assert set(wheels) == set(sources) == {distribution.package for distribution in distributions.values()}
     for distribution in distributions.values():
-        sources = {str(file.relative_to(distribution.folder)) for file in distribution.sources}
-        package = distribution.folder / distribution.package
-        shown = [file for name in ("templates", "static") for file in package.rglob(f"{name}/*")]
-        assert sources | {str(file.relative_to(distribution.folder)) for file in shown} <= packed[distribution.package]
-        assert f"{distribution.package}/py.typed" in packed[distribution.package]
+        name, package = distribution.package, distribution.folder / distribution.package
+        shown = [file for folder in ("templates", "static") for file in package.rglob(f"{folder}/*")]
+        files = {str(file.relative_to(distribution.folder)) for file in [*distribution.sources, *shown]}
+        assert files | {f"{name}/py.typed"} <= set(wheels[name].namelist())
+        version = distribution.project["version"]
+        assert wheels[name].read(f"{name}-{version}.dist-info/licenses/LICENSE") == licence
+        packed = sources[name].extractfile(f"{name}-{version}/LICENSE")
+        assert packed and packed.read() == licence
+
+
+def test_a_tag_of_another_version_publishes_nothing(root: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "TAG": "v0.0.0", "DIST": str(tmp_path)}
+    refused = subprocess.run(["make", "dist"], cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert "Not of version v0.0.0: " in refused.stderr
+    assert refused.returncode != 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ def test_every_public_name_exists_and_has_a_docstring(name: str) -> None:
     assert inspect.getdoc(getattr(agl_core, name))
 
 
+def test_tab_completion_offers_the_public_names() -> None:
+    assert dir(agl_core) == sorted(agl_core.__all__)
+
+
 def test_the_version_is_that_of_the_distribution(distributions: dict[str, Any]) -> None:
     assert agl_core.__version__ == distributions["agl-core"].project["version"]
 

@@ -1,0 +1,60 @@
+"""What a stranger meets first: the metadata of the packages, and the files that GitHub reads."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GITHUB = {
+    "github-workflows": ".github/workflows/*.yml",
+    "github-issue-forms": ".github/ISSUE_TEMPLATE/[!c]*.yml",
+    "github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
+    "dependabot": ".github/dependabot.yml",
+    "citation-file-format": "CITATION.cff",
+}
+"""Schemas that check-jsonschema brings along, and the files that follow them."""
+ON_LINUX_ALONE = {"agl-verl"}
+
+
+def test_every_distribution_says_the_same_of_itself(distributions: dict[str, Any], root: Path) -> None:
+    first = distributions["agl-core"].project
+    for name, distribution in distributions.items():
+        for key in ("version", "license", "license-files", "authors", "urls", "requires-python", "readme"):
+            assert distribution.project[key] == first[key], (name, key)
+        systems = {"Operating System :: MacOS"} if name in ON_LINUX_ALONE else set()
+        assert set(distribution.project["classifiers"]) | systems == set(first["classifiers"])
+        assert (distribution.folder / "LICENSE").read_bytes() == (root / "LICENSE").read_bytes()
+        assert '"hatchling>=1.27,<2"' in (distribution.folder / "pyproject.toml").read_text()
+
+
+def test_one_address_of_the_repository_is_named(distributions: dict[str, Any], root: Path) -> None:
+    address = distributions["agl-core"].project["urls"]["Repository"]
+    command = ["git", "grep", "-hoE", r"github\.com/[A-Za-z-]+/agl\b"]
+    named = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split()
+    assert {f"https://{found}" for found in named} == {address}
+
+
+@pytest.mark.parametrize("schema", GITHUB)
+def test_files_that_github_reads_are_well_formed(schema: str, root: Path) -> None:
+    files = sorted(root.glob(GITHUB[schema]))
+    command = [Path(sys.executable).parent / "check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert files
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_workflows_pin_their_actions_and_call_targets_of_the_makefile(root: Path) -> None:
+    workflows = "".join(file.read_text() for file in (root / ".github" / "workflows").glob("*.yml"))
+    actions = re.findall(r"uses: ([^.\s]\S+)", workflows)
+    targets = re.findall(r"\bmake ([a-z-]+)", workflows) + re.search(r"target: \[(.+)\]", workflows)[1].split(", ")
+    makefile = (root / "Makefile").read_text()
+
+    assert actions
+    assert [action for action in actions if not re.search(r"@(v|release/v)\d+$", action)] == []
+    assert {"test", "dist", "storms"} <= set(targets)
+    assert [target for target in targets if f"\n{target}: " not in makefile] == []
