@@ -104,7 +104,11 @@ def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, 
     (tried,) = json.loads(run(python.parent / "agl", *trying))
     assert tried["rewards"] == {"always": 1.0}
     refused = subprocess.run(
-        [python.parent / "agl", "train", "train.toml"], capture_output=True, text=True, check=False
+        [python.parent / "agl", "train", "train.toml"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},  # So that the message is one line.
+        check=False,
     )
     assert refused.returncode == 2
     assert "pip install agl-server" in refused.stderr
