@@ -168,7 +168,7 @@ class RunHooks:
         """By plugin and hook."""
 
     def call(self, hook: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
-        """What the plugins return for a hook, a function of `agl_core.hooks`. They cannot change a mapping."""
+        """Results of the plugins for a hook, a function of `agl_core.hooks`. They cannot change a mapping."""
         bound = inspect.signature(hook).bind(*args, **kwargs).arguments
         arguments = {k: MappingProxyType(v) if isinstance(v, Mapping) else v for k, v in bound.items()}
         results: list[Any] = []

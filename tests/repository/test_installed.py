@@ -51,7 +51,7 @@ def test_a_release_has_each_distribution_with_its_types_and_licence(
     dist: Path, distributions: dict[str, Any], root: Path
 ) -> None:
     wheels = {file.name.split("-")[0]: ZipFile(file) for file in dist.glob("*.whl")}
-    sources = {file.name.split("-")[0]: tarfile.open(file) for file in dist.glob("*.tar.gz")}
+    sources = {file.name.split("-")[0]: _licence_of(file) for file in dist.glob("*.tar.gz")}
     licence = (root / "LICENSE").read_bytes()
 
     assert set(wheels) == set(sources) == {distribution.package for distribution in distributions.values()}
@@ -62,8 +62,14 @@ def test_a_release_has_each_distribution_with_its_types_and_licence(
         assert files | {f"{name}/py.typed"} <= set(wheels[name].namelist())
         version = distribution.project["version"]
         assert wheels[name].read(f"{name}-{version}.dist-info/licenses/LICENSE") == licence
-        packed = sources[name].extractfile(f"{name}-{version}/LICENSE")
-        assert packed and packed.read() == licence
+        assert sources[name] == licence
+
+
+def _licence_of(sdist: Path) -> bytes:
+    with tarfile.open(sdist) as archive:
+        file = archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/LICENSE")
+        assert file
+        return file.read()
 
 
 def test_a_tag_of_another_version_publishes_nothing(root: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PRODUCT = re.compile(r"(core|server|adapters|algorithms|rewards|apps)/(?!.*tests/).*\.py")
 OPENING = re.compile(r"(?:Of|What|Where|Those|That)\b")
-BOUND = 0
+BOUND = 70
 """Sentences with such an opening below docs/; there is none anywhere else."""
 
 
@@ -39,7 +39,7 @@ def _docstrings(tree: ast.Module) -> list[str]:
 def _sentences(text: str) -> Iterator[str]:
     """Those that end: a cell or a heading without a full stop is no sentence."""
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) )|\|", text):
-        line = " ".join(paragraph.split())
+        line = re.sub("`[^`]*`", "`code`", " ".join(paragraph.split()))
         for sentence in re.split(r"(?<=[.!?])[\"')*]*\s+", line):
             bare = re.sub(r"^(?:[-*>]|\d+\.)? ?[*_(\[\"']*", "", sentence)
             if re.search(r"[.:!][*)\"']*$", bare):

@@ -48,7 +48,7 @@ class _Node:
     span: SdkSpan
     outer: _Node | None
     recording: Recording | None = None
-    """That of the span's attempt."""
+    """The recording of the span's attempt."""
     same: list[tuple[int, SeenSpan]] = field(default_factory=list)
     """Spans below it that are the same run of a tool, by depth."""
 

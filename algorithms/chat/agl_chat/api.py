@@ -147,7 +147,7 @@ class Exchange:
     prompt: Prompt
     request: Request
     parser: ReplyParser
-    """Of the text of each choice."""
+    """Takes the text of each choice apart."""
     ignored: tuple[str, ...]
     """The fields of the request that nothing here honours."""
 
@@ -302,7 +302,7 @@ class ModelServer:
 
 
 def _one_call_end(chat: ChatRequest, tool_format: ToolFormat | None) -> tuple[str, ...]:
-    """Where to stop so that there is one tool call at most, if that is asked for."""
+    """Stop strings that leave one tool call at most, if the request asks for that."""
     if chat.parallel_tool_calls is not False or tool_format is None:
         return ()
     if not tool_format.marks[1]:

@@ -111,7 +111,7 @@ class Backend(Protocol):
 
 
 VLLM_MAX_LOGPROBS = 20
-"""Of each position, by vLLM's default."""
+"""Log-probabilities that vLLM gives for each position by default, at most."""
 
 
 class HttpBackend(ABC):

@@ -216,7 +216,7 @@ def token_ids(
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a folder or hub name, with its own chat template.
 
-    Where there is a `tokenizer.json`, that file is the tokenizer, unless the model's own code is trusted.
+    A `tokenizer.json`, if there is one, is the tokenizer, unless the model's own code is trusted.
     `AutoTokenizer` may choose a class by the model's type instead, which brings a pre-tokenizer of its own: every id of
     a hand-made BPE beside a Qwen2 configuration would differ from those the model was trained on.
     """
@@ -425,7 +425,7 @@ class ReplyMemory:
 
 
 def _echoed(choices: Sequence[RecordedChoice], message: Message) -> list[RecordedChoice]:
-    """Those that say what `message` says: first those with its call ids, the newest first among them."""
+    """Choices that say what `message` says: first the ones with its call ids, the newest first among them."""
     wanted, ids = meaning(message), _call_ids(message)
     return sorted((c for c in reversed(choices) if c.meaning == wanted), key=lambda choice: choice.call_ids != ids)
 

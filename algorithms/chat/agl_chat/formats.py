@@ -50,7 +50,7 @@ class Parsed:
 
 
 def find_mark(text: str, marks: Sequence[str]) -> tuple[int, bool]:
-    """Where the first of these marks begins, or is cut by the end of the text, and whether it is there whole.
+    """The index at which the first of these marks begins, whole or cut by the end of the text, and whether it is whole.
 
     >>> find_mark("2 < 3 <thi", ["<think>"])
     (6, False)
@@ -119,7 +119,7 @@ class ToolFormat(abc.ABC):
         return [json_call({"name": call[1], "arguments": one_json(call[2].strip())})]
 
     def find_call(self, text: str) -> int:
-        """Where a call may begin in a text that goes on; the end of the text if nothing in it may be a beginning."""
+        """The index at which a call may begin in a text that goes on; the text's end if there is none."""
         return find_mark(text, self.markers)[0]
 
     def parse(self, text: str, tools: Tools = ()) -> Parsed:

@@ -93,13 +93,13 @@ class ReplyParser:
 
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes a part of a character to."""
+"""Tokenizers decode a part of a character to this."""
 
 
 class ResponseText:
     """The text of one response: decoded, cut at the first stop string, taken apart.
 
-    Whole responses are fed in one piece. What `feed` and `end` give adds up to `parsed`.
+    Whole responses are fed in one piece. The parts from `feed` and `end` add up to `parsed`.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], parser: ReplyParser, stops: Sequence[str]) -> None:

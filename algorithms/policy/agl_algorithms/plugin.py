@@ -27,7 +27,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     def needs(self) -> frozenset[Capability]:
-        """What the algorithm needs of the engine and the run."""
+        """Capabilities that the engine and the run must have."""
         return frozenset({Capability.TOKEN_IDS})
 
     def takes(self) -> CreditKind | None:

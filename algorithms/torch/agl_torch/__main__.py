@@ -18,8 +18,8 @@ _HELPER = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 
 class _DeferredPackage(ModuleType):
-    """A package whose own code runs at the first use of a name that it lacks. That is also the first import of a
-    submodule, which asks for `__path__`."""
+    """A package whose own code runs at the first use of a name that it lacks. The first import of a submodule asks for
+    one, `__path__`."""
 
     def __getattr__(self, name: str) -> object:
         spec = self.__spec__

@@ -7,8 +7,7 @@ same (the layout of Tree Training, arXiv 2511.00413).
 
 A `MicroBatch` is a rectangle of trees that do not branch, of similar length, padded on the right to its own longest,
 for which the model's own causal attention is right; or it is one row of trees that branch, where each branch attends
-along its own path (`agl_torch.attention`). That costs an operation for each branch, so short prefixes are not
-shared by small models.
+along its own path (`agl_torch.attention`). Each branch costs an operation, so small models do not share short prefixes.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class MicroBatch:
     depth_BL: Tensor | None
     """Position ids; None where no tree branches: they are then 0, 1, …"""
     branches: tuple[Branch, ...]
-    """Those of the single row, in order; none where no tree branches."""
+    """Branches of the single row, in order; none if no tree branches."""
     row_R: Tensor
     column_R: Tensor
     """[R] int64: row and column of the hidden state that predicts the response token."""

@@ -87,8 +87,8 @@ class SlotCache:
     def _zeros(self, heads: int, dim: int) -> Tensor:
         """A block; not uninitialised memory, because a masked NaN would still spoil a sum.
 
-        Of a CPU's memory it takes only the pages that are written: most replies are shorter than a slot, and
-        `torch.zeros` would write them all.
+        On a CPU it takes only the pages that are written: most replies are shorter than a slot, and `torch.zeros` would
+        write them all.
         """
         shape = (self.slots, self.capacity, heads, dim)
         if self._device.type != "cpu":
@@ -191,7 +191,7 @@ class SlotView(Cache):
     The pass computes `counts[b]` new tokens of slot `slots[b]` from `starts[b]` on, padded on the left to the largest
     count.
 
-    What a query may see is left to the mask, which `mask` makes: every position up to its own.
+    The mask, which `mask` makes, limits what a query sees: every position up to its own.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Replies of a given form: which tokens a grammar allows next, while a reply is sampled and when it is trained on.
 
 A request's format (a JSON schema, a regular expression, choices, a grammar) is about the content of a reply. Reasoning
-before it is free. Where tools are offered, calls of them may stand instead, which are held to the tools' schemas. The
+before it is free. If tools are offered, calls of them may stand instead, which are held to the tools' schemas. The
 policy of such a reply is the model's distribution over the allowed tokens: its log-probabilities are normalised over
 these alone, and a token that was the only one allowed is no decision.
 """

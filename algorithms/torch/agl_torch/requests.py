@@ -42,7 +42,7 @@ class Row:
     """Tokens that the response may have: by the request and by the context."""
     sampled: list[SampledToken] = field(default_factory=list)
     constraint: Constraint | None = None
-    """Of a response that must have a form."""
+    """The form that the response must have, if any."""
     finish_reason: FinishReason | None = None
     started: bool = False
     uniforms: Iterator[float] = field(init=False)
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def ids(self) -> list[int]:
-        """Those of the response so far."""
+        """Token ids of the response so far."""
         return [token.id for token in self.sampled]
 
     @property
@@ -131,8 +131,8 @@ def choose(
 def distort(logits_V: Tensor, row: Row) -> Tensor:
     """[V] float32 logits to draw a row's next token from, by the fields of its request, in vLLM's order and meaning.
 
-    The repetition penalty is about prompt and response, the other two about the response alone. Where nothing would be
-    left to draw from, as a grammar may have it, nothing is distorted.
+    The repetition penalty is about prompt and response, the other two about the response alone. Nothing is distorted if
+    nothing would be left to draw from, as a grammar may have it.
     """
     request, asked = row.request, row.request.distortions
     if not asked:

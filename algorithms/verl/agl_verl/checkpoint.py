@@ -32,7 +32,7 @@ _OF_THE_BASE = frozenset({"config.json", "generation_config.json", "model.safete
 
 
 def shards(folder: Path) -> Path:
-    """Where veRL's own files are."""
+    """The folder of veRL's own files."""
     return folder / "verl"
 
 

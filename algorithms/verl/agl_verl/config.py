@@ -131,13 +131,13 @@ DECIDED = {
         *(f"{part}.{key}" for part, keys in UNREAD.items() for key in keys.split()),
     ),
 }
-"""Where agl decides the keys of veRL that begin like this; the first that fits counts."""
+"""agl's setting that decides the keys of veRL that begin like this; the first that fits counts."""
 
 LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
 FUSED = ("llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 """Model types whose logits are hidden states times `lm_head.weight`, without bias, scale or cap: what veRL's fused
-kernels compute, a part of the tokens at a time. Of others they would train something else."""
+kernels compute, a part of the tokens at a time. They would train something else for other types."""
 VALUE_LAYER = "score"
 """The last layer of a critic. It starts at zero (`agl_verl.verl_plugin`): frozen, it would remain there."""
 
@@ -419,7 +419,7 @@ def compose(options: VerlOptions, context: EngineContext, *, algorithm: Algorith
 
 
 def config_folder() -> Path:
-    """Where veRL keeps its configuration."""
+    """The folder of veRL's own configuration."""
     verl = importlib.util.find_spec("verl")
     if verl is None or verl.origin is None:
         raise EngineError(

@@ -24,7 +24,7 @@ OPEN = frozenset({"/health", "/metrics"})
 """A model server's routes that everyone may read: they say nothing of prompts and replies."""
 SECONDS_TO_END = 30.0
 """For streams that have begun when weights are to be exchanged: clients do not ask again for one that is cut off, so it
-often costs the attempt. Where nothing streams, an exchange does not wait."""
+often costs the attempt. Without streams an exchange does not wait."""
 
 
 class Gate:
@@ -38,7 +38,7 @@ class Gate:
         self.streams = set[asyncio.Future[None]]()
         """The ends of replies of which clients have a part."""
         self.counters = Counter(tokens_prefilled=0, tokens_reused=0, tokens_decoded=0)
-        """Of whole replies, those that were thrown away too."""
+        """Tokens of whole replies, also of the ones that were thrown away."""
         self.opened = asyncio.Event()
 
     async def close(self, seconds: float = SECONDS_TO_END) -> None:

@@ -22,7 +22,7 @@ PROCESS_LOST = (
 )
 
 KILLED = "Memory may have run out on this node: lower engine.verl.serving_memory or cache_mib, or run on another node."
-"""Of a driver that was killed and left no word of a reason."""
+"""Remedy for a driver that was killed and left no reason."""
 
 REMEDIES: Mapping[tuple[str, ...], str] = {
     (

@@ -103,7 +103,7 @@ def row_of(batch: Batch, chain: Chain) -> dict[str, Any]:
 
 
 def _places_of(batch: Batch, chain: Chain) -> NDArray[np.int64]:
-    """Where a row's tokens after its prompt are in the batch's response-aligned arrays; -1 between responses."""
+    """Indices of a row's tokens after its prompt in the batch's response-aligned arrays; -1 between responses."""
     prompts = batch.prompt_lengths_N[chain] - batch.prompt_lengths_N[chain[0]]
     places = np.full(int(prompts[-1] + batch.response_lengths_N[chain[-1]]), -1, np.int64)
     for i, prompt in zip(chain, prompts, strict=True):
@@ -296,7 +296,7 @@ def named(metrics: Mapping[str, Any]) -> dict[str, float]:
 
     `actor/policy_loss` is `policy_loss`, as under the torch engine; the critic's are `value_…` or `critic_…`; what veRL
     measures beyond that keeps its name, for instance `rollout_probs_diff_max` (by how much training's probabilities
-    differ from serving's). That is left out where no probability of serving's is known.
+    differ from serving's). It is left out if no probability of serving's is known.
 
     >>> named({"actor/lr": 0.1, "critic/grad_norm": 2.0, "critic/value_loss": 3.0, "training/x": 1.0})
     {'learning_rate': 0.1, 'critic_grad_norm': 2.0, 'value_loss': 3.0, 'x': 1.0}

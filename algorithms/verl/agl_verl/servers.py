@@ -98,7 +98,7 @@ class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
         self._expected = policy
 
     async def counters(self) -> Counter[str]:
-        """Of tokens, since the start; see `Gate`."""
+        """Token counts since the start; see `Gate`."""
         return self._gate.counters
 
     async def collective_rpc(

@@ -1,6 +1,6 @@
 """veRL's V1 trainer, driven from outside: one update at a time, with agl's algorithms. Imports veRL.
 
-Workers, optimizer, sharding, serving and the exchange of weights are veRL's. What is agl's here: where transitions come
+Workers, optimizer, sharding, serving and the exchange of weights are veRL's. agl decides here where transitions come
 from, what they weigh, which rows make one optimizer step, and that a reply is of one policy version.
 """
 
@@ -64,15 +64,15 @@ class Policy:
 
 @dataclass
 class Adapter:
-    """What training changes in a model engine of veRL's."""
+    """The parts of a model engine of veRL's that training changes."""
 
     weights: list[Tensor]
     """This worker's part of each."""
     moments: Any
     sizes: dict[str, Any]
-    """Of optimizer steps."""
+    """Counts of optimizer steps."""
     settings: Any
-    """Of the optimizer."""
+    """The optimizer's settings."""
 
 
 class AdapterWorker(TrainingWorker):  # type: ignore[misc]
@@ -134,12 +134,12 @@ class PolicyWorker(ActorRolloutRefWorker):  # type: ignore[misc]
 class AglTrainer(PPOTrainer):  # type: ignore[misc]
     """Makes updates with the batches it is given, and serves what comes of them; a subclass says where.
 
-    Of veRL's hooks, `on_sample_end` is before weights are trained, and `on_step_end` brings them to the servers.
+    veRL's hook `on_sample_end` is before weights are trained, and `on_step_end` brings them to the servers.
     """
 
     @property
     def servers(self) -> LLMServerManager:
-        """Those that answer model calls: on the GPUs that train."""
+        """Servers that answer model calls, on the GPUs that train."""
         return self.llm_server_manager
 
     def start(
@@ -241,7 +241,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self.on_step_end()
 
     def counters(self) -> Counter[str]:
-        """Those of all servers together."""
+        """Counts of all servers together."""
         asked = [server.counters.remote() for server in self.servers.server_handles]
         totals = Counter[str]()
         for counters in ray.get(asked, timeout=SECONDS_TO_ANSWER):
@@ -355,7 +355,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
     # Parts of the above.
 
     def _usable(self, batch: Batch) -> Usable:
-        """What servers and training workers can take of a batch."""
+        """The part of a batch that servers and training workers can take."""
         fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
         context = min(self.context_length, fits)
         return filter_trainable(batch, context_length=context, vocabulary=len(self.tokenizer), grammars=False)
@@ -421,7 +421,7 @@ class SeparateTrainer(AglTrainer, PPOTrainerSeparateAsync):  # type: ignore[misc
 
     @property
     def servers(self) -> LLMServerManager:
-        """Those on GPUs of their own."""
+        """Servers on GPUs of their own."""
         return self.standalone_server_manager
 
     def on_sample_end(self) -> None:

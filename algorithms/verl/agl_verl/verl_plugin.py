@@ -164,7 +164,7 @@ def answer_for_vllm() -> None:
 
 
 def register_cpu_platform() -> None:
-    """Make a CPU one of veRL's platforms. What it asks of a GPU beyond computing has no effect."""
+    """Make a CPU one of veRL's platforms. Requests to a GPU other than computing have no effect."""
     import torch
     from verl.plugin.platform.platform_base import PlatformBase
     from verl.plugin.platform.platform_manager import PlatformRegistry

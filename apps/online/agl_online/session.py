@@ -30,7 +30,7 @@ _MAX_WAITING = 256
 
 
 class SharedBySessions(Protocol):
-    """What the sessions of a server have in common."""
+    """State that the sessions of a server share."""
 
     redaction: Redaction
     counted: dict[str, int]

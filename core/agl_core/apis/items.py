@@ -22,7 +22,7 @@ _LEFT_OUT_ITEMS = LEFT_OUT | {
     *("apply_patch", "code_interpreter", "computer", "context_compaction", "file_search"),
     *("mcp", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
 }
-"""What OpenAI's own servers did earlier in a session that is resumed here."""
+"""Items of OpenAI's own servers, earlier in a session that is resumed here."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """By type of part: the field with its text."""
 _ITEM_ID = re.compile(r"(msg|rs|fc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})_([0-9]+)")

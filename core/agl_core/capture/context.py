@@ -56,7 +56,7 @@ class Steps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: set[Step] = set()
-        """Those whose call has no reply yet."""
+        """Steps whose call has no reply yet."""
         self._latest: Step | None = None
         self._have_overlapped = False
 
@@ -259,7 +259,7 @@ def current_scope() -> IdentityScope | None:
 
 
 def open_scopes() -> Iterator[IdentityScope]:
-    """Those of this context, innermost first."""
+    """Open scopes of this context, innermost first."""
     scope = HERE.get().scope
     while scope is not None:
         if scope.is_open:

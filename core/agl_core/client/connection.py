@@ -111,7 +111,7 @@ def _reason(response: httpx.Response) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server listens, and a key to it."""
+    """A server's address, and a key to it."""
 
     base_url: str
     key: str = field(repr=False)

@@ -189,7 +189,7 @@ class _Resolver:
         """Tables of plugins for the resolved file, by place; None: the plugin is not installed."""
 
     def _report(self, kind: Kind) -> Problems:
-        """Where problems with components of a kind go: nowhere, if none is needed."""
+        """Collects problems with components of a kind; discards them if none is needed."""
         return self._needed if kind in self._needs else Problems(Path())
 
     def choice(self, kind: Kind, place: Place, section: PluginChoice) -> Chosen | None:

@@ -73,7 +73,7 @@ class ServerSection(Section):
 
     host: str = Field("127.0.0.1", min_length=1)
     """The address to listen on. An address that other machines can reach requires a worker key of your choice in
-    AGL_WORKER_KEY. What crosses the network is not encrypted."""
+    AGL_WORKER_KEY. Traffic is not encrypted."""
     port: int = Field(0, ge=0, le=65535)
     """The port to listen on; 0 takes a free one."""
     view_port: int = Field(0, ge=0, le=65535)
@@ -85,7 +85,8 @@ class ServerSection(Section):
 
 
 class PassthroughSection(Section):
-    """Where requests go that no policy answers and that are not recorded: embeddings, moderations, audio, images."""
+    """The server of requests that no policy answers and that are not recorded: embeddings, moderations, audio,
+    images."""
 
     url: str | None = Field(None, pattern=r"^https?://[^\s?#]+$")
     """An OpenAI-compatible base URL, ending in /v1; absent: the model server that also answers the model calls."""

@@ -238,7 +238,8 @@ def make_batches(
 
 
 def is_trained(agent: str | None, agents: Sequence[str]) -> bool:
-    """True if an agent is one of those to train. What a program asks for itself has to be named: `*` is not enough."""
+    """True if an agent is one of those to train. Calls that a program makes for itself have to be named: `*` is not
+    enough."""
     return is_among(agent, agents) and (agent != HOUSEKEEPING or HOUSEKEEPING in agents)
 
 
@@ -387,7 +388,7 @@ def subset(batch: Batch, chosen: NDArray[np.int64]) -> Batch:
 
 
 def _ranges(offsets: NDArray[np.int64], chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the items of the chosen segments lie, and the offsets of those segments put one after the other."""
+    """Indices of the chosen segments' items, and the offsets of these segments put one after the other."""
     lengths = np.diff(offsets)[chosen]
     new_offsets = _offsets(lengths)
     items = np.arange(new_offsets[-1]) + np.repeat(offsets[:-1][chosen] - new_offsets[:-1], lengths)

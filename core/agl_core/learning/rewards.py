@@ -251,7 +251,7 @@ def normalized(group: Sequence[Episode], weights: Mapping[str, float]) -> list[E
     """The group with the terminal rewards Σ_k w_k · (r_ik − μ_k) / (σ_k + 1e-6) (GDPO, arXiv 2601.05242, section 3).
 
     r_ik is the reward of rollout i by the name k, and 0 without one; μ_k and σ_k (unbiased) are the group's; w_k is the
-    weight of its rule. What an agent reports counts by the rule that reads it.
+    weight of its rule. An agent's reports count by the rule that reads them.
     """
     totals = np.zeros(len(group))
     sources = {r.name: r.source for episode in group for r in episode.rewards if r.source != AGENT_SOURCE}

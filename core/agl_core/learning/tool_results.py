@@ -191,8 +191,8 @@ def join_tool_results(
     2. `join_by_span`: a report without an id answers the tool call that it alone fits, else it stands for the whole
        response of the only call under its span.
     3. `fill_from_conversation`: what later requests of the agent show fills what reports leave open, and tool calls
-       without a report. Where it shows a failure that a report denies, the conversation wins, and the contradiction is
-       marked.
+    without a report. If it shows a failure that a report denies, the conversation wins, and the contradiction is
+    marked.
     """
     tool_calls = tool_calls_in(calls)
     shown = read_from_messages(calls, tool_calls)
@@ -288,8 +288,8 @@ def fill_from_conversation(
 ) -> dict[TransitionKey, list[ToolResult]]:
     """The tool results of each transition: reports with what they leave open, and what is `shown` alone.
 
-    What is shown alone, and looks right, is CONTRADICTED by failures of its tool among the `doubtful` reports, which
-    join nothing and may be of any of them, unless as many failures of that tool are shown.
+    A result that is shown alone, and looks right, is CONTRADICTED by failures of its tool among the `doubtful` reports,
+    which join nothing and may be of any of them, unless as many failures of that tool are shown.
     """
     joined: dict[TransitionKey, list[ToolResult]] = {}
     open_calls: dict[TransitionKey, list[ToolCall]] = {key: [] for key in of_responses}
@@ -334,7 +334,7 @@ def _of_response(reports: Sequence[ToolResult], failed: Sequence[ToolResult], to
 def of_one_adapter(reports: Iterable[ToolResult]) -> list[ToolResult]:
     """The reports of one attempt, each id once, and those of each tool call by the one adapter that counts.
 
-    That adapter counts with all its reports, because a tool may run twice; reports of the agent's own code count as of
+    This adapter counts with all its reports, because a tool may run twice; reports of the agent's own code count as of
     one adapter. Every adapter comes before spans. Among two, the one whose run began first counts: it ran the other.
     """
     reports = _distinct(reports)

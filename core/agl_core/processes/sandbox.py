@@ -124,7 +124,7 @@ def _fork_server(owner: int) -> ForkServer:
 def _evaluate(job: dict[str, Any], channel: socket.socket) -> None:
     """In the evaluator: write a line when it begins, and `["value", VALUE]` or `["error", TEXT]` as JSON.
 
-    What is no error but ends a process (`exit()`) ends it without either.
+    A call that ends a process (`exit()`) ends it without either.
     """
     result = channel.fileno()
     try:
@@ -228,11 +228,11 @@ _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445
 _READ = 0b1101
 """Execute (load a library), read a file, list a folder."""
 _FILE_RIGHTS = 0b101
-"""Those of `_READ` that a rule for a single file may have."""
+"""Rights of `_READ` that a rule for a single file may have."""
 
 
 def _drop_capabilities() -> None:
-    """Those of root, in a container for instance; it cannot get others, since it can start no program."""
+    """Drop root's rights, in a container for instance; no others can be had, since it can start no program."""
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
     ctypes.CDLL(None).capset(header, none)
     prctl(_PR_SET_NO_NEW_PRIVS, 1)

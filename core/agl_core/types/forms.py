@@ -111,8 +111,8 @@ def from_json(record: type[Record], data: Json, place: str = "", /, **given: Any
 def dump_json(value: Json) -> str:
     """A JSON value as text. Tuples become lists; NaN and infinity, which JSON does not have, become null.
 
-    What orjson cannot express (integers beyond 64 bits, lone surrogates, keys that are not strings) is written
-    by the standard library, and marked by a leading space: orjson would also read it wrongly.
+    The standard library writes values that orjson cannot express (integers beyond 64 bits, lone surrogates, keys that
+    are not strings), marked by a leading space: orjson would also read it wrongly.
 
     >>> dump_json({"a": [1, 2]}), dump_json(2**70)
     ('{"a":[1,2]}', ' 1180591620717411303424')

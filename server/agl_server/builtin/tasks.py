@@ -30,8 +30,8 @@ class ColumnOptions(Section):
     """The roles of a table's columns, or of objects' keys, in a task."""
 
     columns: dict[str, str | tuple[str, ...]] = Field({})
-    """What the source calls the task's `input` and `id`, and other names for its metadata: the name here, and the
-    source's. An input of several columns is an object that has each; without its id, a task has its row's number."""
+    """Names of the task's `input`, `id` and metadata, each with the source's name for it. An input of several columns
+    is an object that has each; without its id, a task has its row's number."""
 
     @model_validator(mode="after")
     def _only_inputs_are_several(self) -> Self:

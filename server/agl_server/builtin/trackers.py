@@ -63,7 +63,7 @@ class LazyTracker(ABC):
 
 
 class MlflowOptions(Section):
-    """Where the run goes. Experiment, user and token are MLflow's own: MLFLOW_EXPERIMENT_NAME, …"""
+    """The tracking server of a run. Experiment, user and token are MLflow's own: MLFLOW_EXPERIMENT_NAME, …"""
 
     uri: str | None = None
     """The tracking server (http://HOST:PORT) or file (sqlite:////PATH); absent: as MLFLOW_TRACKING_URI says, else

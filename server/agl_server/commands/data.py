@@ -34,8 +34,8 @@ def export(run: Run, to: To, out: Out, *, query: Query, as_json: AsJson = False)
 
     parquet is a folder with a table of transitions and one of episodes. episodes is what agl import and
     agl_core.load_episodes take. sft and preferences are what TRL's SFTTrainer and DPOTrainer take, and leave
-    evaluations out unless --mode or --split asks for them. Of --agent, only its own transitions are written. What is
-    written appears whole or not at all.
+    evaluations out unless --mode or --split asks for them. With --agent, only its own transitions are written. The
+    output appears whole or not at all.
 
     For instance: agl export calc --to sft --min-reward 1 --out sft.jsonl
     """

@@ -79,11 +79,11 @@ def train(
     (exit status 130; 143 after SIGTERM). The run's folder holds the store, metrics.jsonl, checkpoints and summary.json.
 
     --resume goes on with a run. From an earlier checkpoint (--resume calc@3, calc@best) it replaces what came
-    later: later checkpoints and metrics are removed. What --set changes is listed, and holds from then on.
+    later: later checkpoints and metrics are removed. Changes by --set are listed, and hold from then on.
 
     Workers may run on other machines too (`agl worker CONFIG --server URL`): with --set workers.processes=0 there is
     none here. To be reached by them, give it an address of this machine (--set server.host=ADDRESS) and set
-    AGL_WORKER_KEY here and there. What crosses the network is not encrypted.
+    AGL_WORKER_KEY here and there. Traffic is not encrypted.
     """
     checkpoint = None
     recorded = []

@@ -1,4 +1,4 @@
-"""What a run comes to: its file of numbers, its health and verdict by these, and when they end it."""
+"""The verdict on a run: its file of numbers, its health by these, and when they end it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Turn:
 
     @property
     def certificates(self) -> list[Certificate | None]:
-        """What each training record proves of its tokens; None if it did not train on them."""
+        """The proof of each training record's tokens; None if it did not train on them."""
         return [certify(self.transition, record) for record in self.training_records]
 
 

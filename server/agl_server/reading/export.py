@@ -45,7 +45,7 @@ class Exported:
 
     entry: RolloutEntry
     report: AttemptReport
-    """Of the attempt that counts."""
+    """The report of the attempt that counts."""
 
 
 @dataclass(slots=True)

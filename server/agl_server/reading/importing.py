@@ -244,7 +244,7 @@ def _conversations_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _prompt(rest: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """What is said before the reply, or the whole conversation, taken out of a row."""
+    """The messages before the reply, or the whole conversation, taken out of a row."""
     if key != "instruction":
         return _messages(rest.pop(key), key, None if key in _CHATS else "user")
     asked = "\n\n".join(str(text) for name in (key, "input") if (text := rest.pop(name, None)))
@@ -409,8 +409,8 @@ def _of_episode(episode: Episode, run: str) -> RecordedRollout:
 def _recorded(episode: Episode, run: str, calls: Sequence[Call]) -> RecordedRollout:
     """The rollout of an episode with these calls. ValueError if a part of it is of another one.
 
-    The weights of the rules are not those of this run. Where the terminal reward is not the plain sum of theirs, a
-    reward `rest` makes up the difference.
+    The weights of the rules are not those of this run. A reward `rest` makes up the difference if the terminal reward
+    is not the plain sum of theirs.
     """
     id, attempt, now = episode.rollout, episode.attempt, time.time()
     tool_results = [*(result for t in episode.transitions for result in t.tool_results), *episode.unjoined]

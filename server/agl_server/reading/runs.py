@@ -27,7 +27,7 @@ from agl_server.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_server.training.metrics import SUMMARY_FILE
 
 RUNS = Path("runs")
-"""Where commands look for runs."""
+"""The folder in which commands look for runs."""
 _STORE = "store.sqlite"
 
 RunStatus: TypeAlias = Literal["running", "finished", "finished early", "stopped", "failed", "capture"]

@@ -92,7 +92,7 @@ def evaluation_line(step: int, steps: int, entries: Sequence[Mapping[str, Any]])
 
 
 def scores_of(entry: Mapping[str, Any]) -> dict[str, float]:
-    """What an evaluation of one set says, by its name: the reward by mode, or loss and accuracy."""
+    """An evaluation's figures for one set by name: the reward by mode, or loss and accuracy."""
     if entry["mode"] == LOSS:
         return {name: entry[name] for name in (LOSS, "accuracy") if name in entry}
     return {entry["mode"]: entry["reward"]}

@@ -46,7 +46,7 @@ async def train(
 ) -> Summary:
     """Train in `run_dir`; returns the result, also when interrupted.
 
-    If `resume`, the run goes on from `checkpoint`, by default its last one. What came after the checkpoint is
+    If `resume`, the run goes on from `checkpoint`, by default its last one. Everything after the checkpoint is
     superseded. Changes of the configuration are printed, and hold from now on. ConfigError if a change does not fit the
     checkpoint; StoreError if the run's store is empty. The folder of a new run is removed if the run cannot be started.
     With a `source` of rollouts on its server, an engine that is lost is started again, and the source goes on;

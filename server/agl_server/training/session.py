@@ -172,7 +172,7 @@ def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
 
 
 def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
-    """Where the tasks of each set come from, once the first task of each was made.
+    """The task source of each set, once the first task of each was made.
 
     ConfigError if that fails, if a set has no tasks, or if training is not possible with these (`check_agent`).
     """
