@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 ACROSS = ("tests/end_to_end", "tests/repository", "tests/settings", "tests/tutorial")
 """The parts that run whole runs, or every part."""
 STORMS: Mapping[str, tuple[str, ...]] = {
+    ".github/": ("tests/repository",),
     "adapters/": ("adapters", "server/tests/cli", "tests/conformance", "tests/repository"),
     "algorithms/": ("algorithms", "tests/gpu", *ACROSS),
     "apps/": ("apps", "tests/repository"),
