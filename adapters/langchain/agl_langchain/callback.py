@@ -222,7 +222,7 @@ def attach() -> None:
 
 
 def _answer(outputs: Any) -> Any:
-    """What an agent answers: the text of its last message, or its structured response, instead of its whole state."""
+    """An agent's answer: the text of its last message, or its structured response, instead of its whole state."""
     if not isinstance(outputs, Mapping):
         return outputs
     if outputs.get("structured_response") is not None:
