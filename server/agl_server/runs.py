@@ -69,7 +69,7 @@ class Run:
 
     @property
     def verdict(self) -> RunVerdict | None:
-        """What the run came to so far; None before its first step."""
+        """The run's verdict so far; None before its first step."""
         return verdict_of(read_metrics(self.folder))
 
     def metrics(self, kind: str = "train") -> Any:

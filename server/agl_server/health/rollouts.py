@@ -279,7 +279,7 @@ def count_metrics(name: str, kinds: Iterable[str | None]) -> dict[str, float]:
 
 
 def record_metrics(episodes: Iterable[Episode], records: Sequence[TrainingRecord]) -> dict[str, float]:
-    """What training made of the transitions of a step, and its tokens by what is proved of them (`proved/exact`)."""
+    """Metrics of a step's training records, and of its tokens by what is proved of them (`proved/exact`)."""
     transitions = {transition.key: transition for episode in episodes for transition in episode.transitions}
     kept = [record for record in records if record.dropped is None]
     proofs: Counter[Proof] = Counter()
