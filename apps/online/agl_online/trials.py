@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.learning.batch import NO_CREDIT, BatchPlan, make_batches
+from agl_core.learning.batch import BatchPlan, make_batches
 from agl_core.protocols import Engine
 from agl_core.types import DropReason, Episode, Mode, RolloutState, episode_return
 from agl_online.config import CanarySection, GateSection
@@ -121,7 +121,7 @@ async def measure_divergence(
     figures = {}
     for where, evaluated in episodes.items():
         groups = [[episode] for episode in evaluated]
-        batch = make_batches(groups, BatchPlan({policy: NO_CREDIT}, agents)).batches.get(policy)
+        batch = make_batches(groups, BatchPlan({}, agents)).batches.get(policy)
         if batch is not None:
             served_R = batch.behaviour_logprobs_R[batch.mask_R].astype(np.float64)
             change_R = (await engine.logprobs(policy, batch)).logprobs_R[batch.mask_R] - served_R

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_core.config.load import LoadedConfig
-from agl_core.config.resolve import PolicyPlan
 from agl_core.config.sections import is_among
 from agl_core.errors import PluginError
 from agl_core.kinds import Capability
@@ -51,12 +50,6 @@ class PolicyCredit:
     weights: Mapping[str, float] | None = None
     """Weights of the reward rules, if each named reward is normalised (`normalized`) before credit."""
 
-    @classmethod
-    def planned(cls, plan: PolicyPlan, weights: Mapping[str, float]) -> PolicyCredit:
-        """From the rule that the configuration chose, and the weights of the reward rules."""
-        by_name = Capability.NAMED_REWARDS in plan.algorithm.needs
-        return cls(plan.credit.component.name, plan.credit.build(), plan.credit_kind, weights if by_name else None)
-
     def values(self, group: Sequence[Episode]) -> list[list[float]]:
         """The credited values of one group, one for each transition. PluginError if the rule fails."""
         try:
@@ -75,18 +68,12 @@ class PolicyCredit:
         return values
 
 
-NO_CREDIT = PolicyCredit(
-    "none", lambda group: [[0.0] * len(episode.transitions) for episode in group], CreditKind.RETURN
-)
-"""For rollouts that are only scored, or imitated whatever they earned."""
-
-
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """How a run makes batches of groups."""
 
     credit: Mapping[str, PolicyCredit]
-    """By policy."""
+    """By policy; none: replies are imitated or measured, whatever they earned, and all values are 0."""
     agents: Sequence[str] = ("*",)
     """Names or patterns of the agents that are trained."""
     min_group_size: int = 1
@@ -100,16 +87,15 @@ class BatchPlan:
 
     @classmethod
     def configured(cls, loaded: LoadedConfig, *, without_logprobs: bool) -> BatchPlan:
-        train, imitates = loaded.config.train, loaded.imitates
-        weights = {name: section.weight for name, section in loaded.config.rewards.items()}
-        return cls(
-            {name: NO_CREDIT if imitates else PolicyCredit.planned(p, weights) for name, p in loaded.policies.items()},
-            train.agents,
-            1 if imitates else min(train.min_group_size, train.group_size),
-            without_logprobs or imitates,
-            train.truncated,
-            loaded.config.asynchronous.max_staleness,
-        )
+        train, weights = loaded.config.train, {name: section.weight for name, section in loaded.config.rewards.items()}
+        if loaded.imitates:
+            return cls({}, train.agents, without_logprobs=True, truncated=train.truncated)
+        credit = {}
+        for name, plan in loaded.policies.items():
+            by_name = weights if Capability.NAMED_REWARDS in plan.algorithm.needs else None
+            credit[name] = PolicyCredit(plan.credit.component.name, plan.credit.build(), plan.credit_kind, by_name)
+        least, staleness = min(train.min_group_size, train.group_size), loaded.config.asynchronous.max_staleness
+        return cls(credit, train.agents, least, without_logprobs, train.truncated, staleness)
 
     def drop_reason(self, episode: Episode, versions: Mapping[str, int] | None = None) -> DropReason | None:
         """Why a whole episode is not trained on, if so; `versions` are the trainer's, by policy.
@@ -161,17 +147,6 @@ class StepBatches:
     episodes_dropped: Mapping[DropReason, int]
 
 
-@dataclass(frozen=True, slots=True)
-class CreditedTransition:
-    """A transition with its credited value, the places of its group and rollout, and the factor on its share."""
-
-    transition: Transition
-    value: float
-    group: int
-    rollout: int
-    weight: float = 1.0
-
-
 def make_batches(
     groups: Sequence[Sequence[Episode]],
     plan: BatchPlan,
@@ -180,7 +155,7 @@ def make_batches(
     step: int = 0,
     versions: Mapping[str, int] | None = None,
 ) -> StepBatches:
-    """Credit every group and lay its trainable transitions out as batches, one per policy.
+    """Credit every group, if the plan does, and lay its trainable transitions out as batches, one per policy.
 
     A dropped episode leaves its group; a group that is then too small is dropped whole. A credit rule sees the whole
     group, other policies and untrained agents included, and its values count for the policy's own transitions. A
@@ -188,7 +163,8 @@ def make_batches(
     rewards of one step, those of other calls go to the policy's trained transitions before them (`propagate_rewards`).
     `weights` are the groups' in the loss; empty: all 1. With the trainer's `versions`, stale episodes are dropped.
     """
-    rows = defaultdict[str, list[CreditedTransition]](list)
+    rows = defaultdict[str, list[tuple[Transition, float, int, int]]](list)
+    kinds = {policy: credit.kind for policy, credit in plan.credit.items()}
     absent = defaultdict[str, list[tuple[int, float]]](list)
     dropped, episodes_dropped, rollouts = list[TrainingRecord](), Counter[DropReason](), 0
     for group_index, group in enumerate(groups):
@@ -202,7 +178,8 @@ def make_batches(
             dropped += [_dropped(t, step, None, DropReason.UNDELIVERED) for t in episode.undelivered]
         kept_episodes = [episode for episode, fault in zip(group, faults, strict=True) if fault is None]
         policies = dict.fromkeys(t.policy for episode in kept_episodes for t in episode.transitions)
-        credited = {policy: plan.credit[policy].values(kept_episodes) for policy in policies}
+        nothing = [[0.0] * len(episode.transitions) for episode in kept_episodes]
+        credited = {p: plan.credit[p].values(kept_episodes) if plan.credit else nothing for p in policies}
         for member, episode in enumerate(kept_episodes):
             trained, untrainable = defaultdict[str, list[int]](list), defaultdict[str, list[float]](list)
             for i, transition in enumerate(episode.transitions):
@@ -220,20 +197,22 @@ def make_batches(
                 absent[policy].append((group_index, fmean(untrainable[policy])))
             for policy, kept in trained.items():
                 values = credited[policy][member]
-                if plan.credit[policy].kind is CreditKind.REWARD:
+                if kinds.get(policy) is CreditKind.REWARD:
                     values = propagate_rewards([t.turn for t in episode.transitions], values, kept)
-                weight = weights[group_index] if weights else 1.0
-                rows[policy] += [
-                    CreditedTransition(episode.transitions[i], values[i], group_index, rollouts, weight) for i in kept
-                ]
+                rows[policy] += [(episode.transitions[i], values[i], group_index, rollouts) for i in kept]
             rollouts += 1
     batches: dict[str, Batch] = {}
     for policy, of_policy in rows.items():
-        usable = filter_trainable(lay_out(of_policy, plan.credit[policy].kind, step, absent[policy]))
+        transitions, values, of_groups, of_rollouts = zip(*of_policy, strict=True)
+        kind = kinds.get(policy, CreditKind.RETURN)
+        batch = lay_out(transitions, values, of_groups, of_rollouts, kind, step, absent[policy])
+        if weights:
+            batch = replace(batch, weight_N=np.take(np.asarray(weights, np.float64), of_groups))
+        usable = filter_trainable(batch)
         if len(usable.batch):
             batches[policy] = usable.batch
-        reasons = zip(of_policy, usable.dropped, strict=True)
-        dropped += [_dropped(row.transition, step, row.value, reason) for row, reason in reasons if reason is not None]
+        outcomes = zip(transitions, values, usable.dropped, strict=True)
+        dropped += [_dropped(t, step, value, reason) for t, value, reason in outcomes if reason is not None]
     return StepBatches(batches, tuple(dropped), episodes_dropped)
 
 
@@ -267,12 +246,20 @@ def _dropped(transition: Transition, step: int, credit: float | None, reason: Dr
 
 
 def lay_out(
-    rows: Sequence[CreditedTransition], kind: CreditKind, step: int, absent: Sequence[tuple[int, float]] = ()
+    transitions: Sequence[Transition],
+    values: Sequence[float],
+    groups: Sequence[int],
+    rollouts: Sequence[int],
+    kind: CreditKind,
+    step: int = 0,
+    absent: Sequence[tuple[int, float]] = (),
 ) -> Batch:
-    """Transitions of one policy, all with token ids, as a batch; `absent` are groups and values of other rollouts."""
-    groups, group_N = np.unique([row.group for row in rows], return_inverse=True)
-    compared = [(group, value) for group, value in absent if group in groups and math.isfinite(value)]
-    transitions = [row.transition for row in rows]
+    """Transitions of one policy, all with token ids, as a batch, by the value, group and rollout of each.
+
+    `absent` are groups and values of other rollouts.
+    """
+    known, group_N = np.unique(groups, return_inverse=True)
+    compared = [(group, value) for group, value in absent if group in known and math.isfinite(value)]
     prompts = [np.asarray(t.prompt_ids, np.int32) for t in transitions]
     responses = [np.asarray(t.response_ids, np.int32) for t in transitions]
     prompt_lengths = np.array([len(p) for p in prompts], np.int64)
@@ -288,19 +275,19 @@ def lay_out(
         behaviour_logprobs_R=np.concatenate(logprobs).astype(np.float32),
         mask_R=np.concatenate(masks),
         temperature_N=np.array([t.temperature for t in transitions], np.float32),
-        values_N=np.array([row.value for row in rows], np.float64),
+        values_N=np.array(values, np.float64),
         kind=kind,
         group_N=group_N.astype(np.int64),
-        rollout_N=np.unique([row.rollout for row in rows], return_inverse=True)[1].astype(np.int64),
+        rollout_N=np.unique(rollouts, return_inverse=True)[1].astype(np.int64),
         turn_N=np.array([t.turn for t in transitions], np.int64),
         version_N=np.array([-1 if t.version is None else t.version for t in transitions], np.int64),
         keys=tuple(t.key for t in transitions),
-        weight_N=np.array([row.weight for row in rows], np.float64),
+        weight_N=np.ones(len(transitions)),
         sampled_N=np.array([t.logprobs is not None for t in transitions], np.bool_),
         grammar_N=np.array([t.grammar for t in transitions], np.object_),
         step=step,
         absent_values_A=np.array([value for _, value in compared], np.float64),
-        absent_groups_A=np.searchsorted(groups, [group for group, _ in compared]).astype(np.int64),
+        absent_groups_A=np.searchsorted(known, [group for group, _ in compared]).astype(np.int64),
     )
 
 

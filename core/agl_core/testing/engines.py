@@ -35,7 +35,7 @@ import pytest
 
 from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import AglError, EngineError
-from agl_core.learning.batch import CreditedTransition, lay_out
+from agl_core.learning.batch import lay_out
 from agl_core.learning.certificate import TOLERANCES
 from agl_core.protocols import Engine, EngineContext, PolicySpec, UpdateResult, Upstream
 from agl_core.testing import episodes as make
@@ -166,9 +166,8 @@ class Row:
 
 def batch_of(rows: Sequence[Row], *, version: int = 0, temperature: float = 1.0) -> Batch:
     """One group of rollouts, each with one transition, as the core lays them out."""
-    credited = []
-    for i, row in enumerate(rows):
-        transition = make.transition(
+    transitions = [
+        make.transition(
             rollout=f"rollout-{i}",
             version=version,
             temperature=temperature,
@@ -177,8 +176,10 @@ def batch_of(rows: Sequence[Row], *, version: int = 0, temperature: float = 1.0)
             logprobs=row.logprobs,
             mask=np.full(len(row.response), row.trained),
         )
-        credited.append(CreditedTransition(transition, row.value, group=0, rollout=i))
-    return lay_out(credited, CreditKind.RETURN, step=0)
+        for i, row in enumerate(rows)
+    ]
+    values, places = [row.value for row in rows], range(len(rows))
+    return lay_out(transitions, values, [0] * len(rows), places, CreditKind.RETURN)
 
 
 def engine_context(folder: Path, model: str, **changes: Any) -> EngineContext:

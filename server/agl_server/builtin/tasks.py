@@ -233,11 +233,11 @@ class Recorded:
         return len(self._groups[index][1])
 
     async def groups(self, indices: Sequence[int]) -> list[list[RecordedRollout]]:
-        """The rollouts of the tasks at these indices."""
-        groups, by_reader = [self._groups[index] for index in indices], defaultdict[Reader, list[Rollout]](list)
+        """The rollouts of the tasks at these indices; each is read once, though two epochs may meet in a step."""
+        groups, by_reader = [self._groups[index] for index in indices], defaultdict[Reader, dict[str, Rollout]](dict)
         for read, rollouts in groups:
-            by_reader[read] += rollouts
-        known = {(read, it.rollout.id): it for read, rollouts in by_reader.items() for it in await read(rollouts)}
+            by_reader[read] |= {rollout.id: rollout for rollout in rollouts}
+        known = {(read, it.rollout.id): it for read, by_id in by_reader.items() for it in await read([*by_id.values()])}
         return [[known[read, rollout.id] for rollout in rollouts] for read, rollouts in groups]
 
 

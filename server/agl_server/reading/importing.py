@@ -382,32 +382,15 @@ def _of_conversation(
         for turn, at in enumerate(replies)
         for reply in [messages[at]]
     ]
-    episode = Episode(
-        rollout=id,
-        attempt=0,
-        group=task.id,
-        member=member,
-        task=task,
-        mode=Mode.EVAL_SAMPLED,
-        ending=Ending.FINISHED,
-        transitions=(),
-        result=messages[replies[-1]].get("content"),
-        rewards=() if line.reward is None else (Reward(id, 0, line.reward_name, line.reward, IMPORTED),),
-        terminal=line.reward,
-    )
-    return _recorded(episode, run, calls)
+    result, ending = messages[replies[-1]].get("content"), Ending.FINISHED
+    rewards = () if line.reward is None else (Reward(id, 0, line.reward_name, line.reward, IMPORTED),)
+    rollout = Rollout(id, run, 0, task.id, task, Mode.EVAL_SAMPLED, 0, member, RolloutState.DONE, 0, ending)
+    attempt = Attempt(id, 0, IMPORTED, now, now, ending, result)
+    return RecordedRollout(rollout, attempt, calls, (), rewards, terminal=line.reward)
 
 
 def _of_episode(episode: Episode, run: str) -> RecordedRollout:
-    """An episode, as `agl_core.learning.transitions.build_episode` makes it again."""
-    by_call: dict[str, list[Transition]] = {}
-    for transition in episode.transitions:
-        by_call.setdefault(transition.key.call, []).append(transition)
-    return _recorded(episode, run, [_call(choices, time.time()) for choices in by_call.values()])
-
-
-def _recorded(episode: Episode, run: str, calls: Sequence[Call]) -> RecordedRollout:
-    """The rollout of an episode with these calls. ValueError if a part of it is of another one.
+    """An episode, as `agl_core.learning.transitions.build_episode` makes it again. ValueError if a part is of another.
 
     The weights of the rules are not those of this run. A reward `rest` makes up the difference if the terminal reward
     is not the plain sum of theirs.
@@ -422,6 +405,10 @@ def _recorded(episode: Episode, run: str, calls: Sequence[Call]) -> RecordedRoll
     plain_sum = math.fsum(reward.value for reward in episode.rewards if reward.source != AGENT_SOURCE)
     if episode.terminal is not None and not math.isclose(episode.terminal, plain_sum, abs_tol=1e-9):
         rewards.append(Reward(id, attempt, "rest", episode.terminal - plain_sum, IMPORTED))
+    by_call: dict[str, list[Transition]] = {}
+    for transition in episode.transitions:
+        by_call.setdefault(transition.key.call, []).append(transition)
+    calls = [_call(choices, now) for choices in by_call.values()]
     done = {"state": RolloutState.DONE, "counted_attempt": attempt}
     rollout = derived(Rollout, episode, id=id, run=run, restart=0, **done)
     ended = Attempt(id, attempt, IMPORTED, now, now, episode.ending, episode.result)

@@ -198,10 +198,6 @@ class RecordedRun:
         async with open_store(self._folder) as store:
             entries = await entries_of(store, rollouts)
             attempts = [entry.attempt for entry in entries if entry.attempt is not None]
-            # Later epochs of training ask for a rollout again, and may do so together with an earlier one.
-            unique = {attempt.key: attempt for attempt in attempts}
-            records = await read_attempts(store, rollouts, [*unique.values()])
-        return [
-            replace(records[attempt.key], rollout=entry.rollout, terminal=entry.reward)
-            for entry, attempt in zip(entries, attempts, strict=True)
-        ]
+            records = await read_attempts(store, rollouts, attempts)
+        pairs = zip(records.values(), entries, strict=True)
+        return [replace(recorded, terminal=entry.reward) for recorded, entry in pairs]

@@ -14,7 +14,7 @@ import numpy as np
 
 from agl_core.config.models import EvalSection
 from agl_core.errors import ConfigError
-from agl_core.learning.batch import NO_CREDIT, BatchPlan, filter_trainable, make_batches
+from agl_core.learning.batch import BatchPlan, filter_trainable, make_batches
 from agl_core.learning.transitions import episode_of
 from agl_core.protocols import TaskSource
 from agl_core.types import Batch, Episode, Mode, Rollout, scored_return
@@ -227,8 +227,7 @@ class HeldOutReplies:
         config, source = self.recordings.config, self.recordings.source
         recorded = chain.from_iterable(await source.groups(range(min(config.eval.tasks, source.size))))
         groups = [[episode_of(await self.recordings.adopt(it, it.rollout))] for it in recorded]
-        credit = dict.fromkeys(config.policies, NO_CREDIT)
-        made = make_batches(groups, BatchPlan(credit, config.train.agents, without_logprobs=True))
+        made = make_batches(groups, BatchPlan({}, config.train.agents, without_logprobs=True))
         return {
             policy: usable
             for policy, batch in made.batches.items()
