@@ -203,15 +203,15 @@ def make_batches(
             rollouts += 1
     batches: dict[str, Batch] = {}
     for policy, of_policy in rows.items():
-        transitions, values, of_groups, of_rollouts = zip(*of_policy, strict=True)
+        transitions, credits, of_groups, of_rollouts = zip(*of_policy, strict=True)
         kind = kinds.get(policy, CreditKind.RETURN)
-        batch = lay_out(transitions, values, of_groups, of_rollouts, kind, step, absent[policy])
+        batch = lay_out(transitions, credits, of_groups, of_rollouts, kind, step, absent[policy])
         if weights:
             batch = replace(batch, weight_N=np.take(np.asarray(weights, np.float64), of_groups))
         usable = filter_trainable(batch)
         if len(usable.batch):
             batches[policy] = usable.batch
-        outcomes = zip(transitions, values, usable.dropped, strict=True)
+        outcomes = zip(transitions, credits, usable.dropped, strict=True)
         dropped += [_dropped(t, step, value, reason) for t, value, reason in outcomes if reason is not None]
     return StepBatches(batches, tuple(dropped), episodes_dropped)
 

@@ -205,8 +205,8 @@ def _rollouts_of(number: int, row: Any, run: str, members: Counter[tuple[str, st
     ]
 
 
-def _conversations_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row as conversations: each has `messages`, perhaps `tools`, `id` and `reward`, and the row's other keys.
+def _conversations_of(row: Mapping[str, Any]) -> list[_Conversation]:
+    """The conversations of a row, each with the row's other keys.
 
     A pair of preferences is two, with the reward 1 and 0. Replies in a prompt, and those that both of a pair share,
     have the weight 0. ValueError names a form that is not read.
@@ -238,7 +238,9 @@ def _conversations_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         marks = [{"reward": _LABELS[wanted]}]
         rest.setdefault("id", blake2b(asked.encode(), digest_size=8).hexdigest())
     return [
-        {**rest, **mark, "messages": ([] if messages[:1] == system else system) + _from(messages, start)}
+        _Conversation.model_validate(
+            {**rest, **mark, "messages": ([] if messages[:1] == system else system) + _from(messages, start)}
+        )
         for messages, mark in zip(whole, marks, strict=True)
     ]
 
@@ -334,7 +336,7 @@ class _Message(BaseModel):
 
 
 class _Conversation(BaseModel):
-    """A line in OpenAI's chat format; keys that are not here are the task's metadata."""
+    """A conversation in OpenAI's chat format; keys that are not here are the task's metadata."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -348,11 +350,10 @@ class _Conversation(BaseModel):
 
 
 def _of_conversation(
-    id: str, run: str, number: int, data: dict[str, Any], members: Counter[tuple[str, str]]
+    id: str, run: str, number: int, line: _Conversation, members: Counter[tuple[str, str]]
 ) -> RecordedRollout:
     """A conversation, in which each assistant message is a call."""
-    line = _Conversation.model_validate(data)
-    messages = [{key: value for key, value in message.items() if key != "weight"} for message in data["messages"]]
+    messages = [message.model_dump(exclude={"weight"}, exclude_unset=True) for message in line.messages]
     replies = [
         at for at, message in enumerate(line.messages) if at and message.role == "assistant" and message.weight != 0
     ]
