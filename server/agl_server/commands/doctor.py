@@ -7,7 +7,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -24,8 +24,9 @@ from agl_core.plugins import Plugins
 from agl_core.wire import HEALTH, OPERATOR_KEY, Activity, Empty, take_keys
 from agl_server.commands.screen import KeyVariable, Model, UpstreamUrl
 from agl_server.commands.upstreams import choose_key, choose_url, open_upstream
+from agl_server.health.alarms import who_waits
 from agl_server.health.verdict import read_health
-from agl_server.reading.runs import explain_waiting, find_run, read_entry
+from agl_server.reading.runs import find_run, open_store, read_entry
 from agl_server.training.metrics import Observer
 
 Target = Annotated[
@@ -158,14 +159,10 @@ async def _session(loaded: LoadedConfig, folder: Path) -> list[Finding]:
             command = None if look.are_answered or loaded.config.agent is None else loaded.config.agent.command
             remedy = codex_hint(command) or look.fault.remedy
             findings[-1] = replace(findings[-1], remedy=f"{remedy} {look.fault.details}".strip())
-        findings += _resources(await session.engine.stats(), seconds)
+        if peak := (await session.engine.stats()).get("peak_rss_bytes"):
+            took = f"took {peak / 2**30:.1f} GiB of memory; training takes more"
+            findings.append(Finding("ok", "resources", f"the engine started in {seconds:.0f} s and {took}"))
     return findings
-
-
-def _resources(stats: Mapping[str, float], seconds: float) -> Findings:
-    if peak := stats.get("peak_rss_bytes"):
-        text = f"the engine started in {seconds:.0f} s and took {peak / 2**30:.1f} GiB of memory; training takes more"
-        yield Finding("ok", "resources", text)
 
 
 def _run(run: Path) -> Findings:
@@ -198,7 +195,8 @@ def _waiting(folder: Path) -> Findings:
     async def look() -> tuple[Activity, str, str]:
         async with LightningClient(server.base_url, server.key) as client:
             activity = await client.ask(HEALTH, Empty())
-        return activity, *await explain_waiting(folder, activity)
+        async with open_store(folder) as store:
+            return activity, *await who_waits(activity, store)
 
     activity, seen, remedy = asyncio.run(look())
     ended = "none has finished yet" if activity.finished is None else f"one finished {activity.finished:.0f} s ago"

@@ -18,8 +18,6 @@ from agl_core.errors import ConfigError, StoreError
 from agl_core.plugins import Plugins
 from agl_core.store import Store
 from agl_core.types import Mode, RolloutState
-from agl_core.wire import Activity
-from agl_server.health.alarms import who_waits
 from agl_server.health.verdict import METRICS_FILE, MetricsLine, RunVerdict, read_metrics, stopped_early, verdict_of
 from agl_server.store.connections import is_written, log_of
 from agl_server.store.sqlite import SqliteStore
@@ -122,12 +120,6 @@ async def read_start(folder: Path) -> float | None:
     """The time at which the run was first started; None if nothing was recorded yet."""
     async with open_store(folder) as store:
         return min((run.started for run in await store.runs()), default=None)
-
-
-async def explain_waiting(folder: Path, activity: Activity) -> tuple[str, str]:
-    """For whom or what the rollouts of a running run wait, and what to do."""
-    async with open_store(folder) as store:
-        return await who_waits(activity, store)
 
 
 def is_capture(folder: Path) -> bool:
