@@ -111,7 +111,7 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 	@failed=; for need in $(FRAMEWORKS_NEED); do $(packages_of_need); \
 		if test -e tests/conformance/apart/$$name.py; \
 			then tests="$$tests tests/conformance/test_conformance_cells.py --driver tests.conformance.apart.$$name:DRIVER"; \
-			else tests=$${tests:-core/tests/client/live_$$name.py}; fi; \
+			else tests=$${tests:-core/tests/client -k $$name}; fi; \
 		{ $(call newest_in,$(FRAMEWORKS)/$$name,core -e server[testing] $$packages) && \
 			$(FRAMEWORKS)/$$name/bin/python -m pytest -p no:cacheprovider \
 			-o python_files='live_*.py test_conformance_cells.py' $$tests; } || failed="$$failed $$need"; \
@@ -120,7 +120,7 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 newest: ## Test all adapters and veRL with the newest releases of what they need, and say what breaks (an hour, 12 GB)
 	@failed=; { $(call newest_in,$(FRAMEWORKS)/together,core -e server[test] -e rewards $(patsubst %,-e %[test],$(TOGETHER))) && \
 		$(FRAMEWORKS)/together/bin/python -m pytest -p no:cacheprovider --continue-on-collection-errors -m "not storm and not timing" \
-		$(patsubst %,%/tests,$(TOGETHER)) tests/conformance/test_conformance_cells.py tests/conformance/test_adapters.py; } || failed="$(TOGETHER)"; \
+		$(patsubst %,%/tests,$(TOGETHER)) tests/conformance/test_conformance_cells.py tests/conformance/test_conformance_drivers.py; } || failed="$(TOGETHER)"; \
 	$(MAKE) test-frameworks FRAMEWORKS_NEED="$(NEWEST_NEED)" \
 		|| failed="$$failed those above"; \
 	$(MAKE) newest-verl || failed="$$failed algorithms/verl"; $(call say_failed)

@@ -1,12 +1,15 @@
-"""The page says what the drivers say; a third party's driver runs, and what is wrong with it is found."""
+"""The page says what the drivers say; a third party's driver runs; adapters attach without code and break no agent."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,14 @@ from typing import Any
 import pytest
 
 import agl_core.capture
+from agl_core.capture import IdentityScope, Recording
+from agl_core.testing.scripts import CallTools, Say
+from agl_server.testing import running_stack
 
+from ..support.testing_aids import blocks
 from .apart import APART
-from .driver import CHAT, MESSAGES, RESPONSES, Gap
-from .drivers import DRIVERS
+from .driver import CHAT, MESSAGES, RESPONSES, Driver, Gap
+from .drivers import DRIVERS, ByHeaders
 from .example_driver import TinyDriver
 from .make_page import PAGE, render
 from .scenarios import SCENARIOS, cells
@@ -92,3 +99,124 @@ def test_a_gap_that_covers_nothing_is_refused() -> None:
 
     with pytest.raises(ValueError, match="parallel tolls"):
         list(cells([Careless()]))
+
+
+ROOT = Path(__file__).parents[2]
+
+
+START = """
+    import sys
+    import agl_core
+    from agl_core.capture import AttemptContext, Recording, running
+
+    attachment = agl_core.attach()
+    rollout, url, key = sys.argv[1:]
+    active = AttemptContext(rollout, 0, url, key, Recording())
+    assert not {"agents", "autogen_core", "langchain_core", "opentelemetry"} & set(sys.modules)
+"""
+END = """
+    with running(active):
+        run()
+    assert not attachment.failed, attachment.failed
+    assert not active.recording.problems, active.recording.problems
+    print(*(f"{each.agent}:{each.tool}:{each.status}" for each in active.recording.tool_results))
+    if "agents" in sys.modules:
+        sys.modules["agents"].set_trace_processors([])  # Nothing is sent to the SDK's vendor.
+"""
+LANGCHAIN = """
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    def run():
+        create_agent(ChatOpenAI(model="m"), name="solver").invoke({"messages": [("user", "hello")]})
+"""
+OPENAI_AGENTS = """
+    from agents import Agent, Runner
+
+    def run():
+        Runner.run_sync(Agent(name="solver", model="m"), "hello")
+"""
+OTEL = """
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+
+    trace.set_tracer_provider(TracerProvider())
+
+    def run():
+        attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add"}
+        trace.get_tracer("agent").start_span("add", attributes=attributes).end()
+"""
+AUTOGEN = """
+    import asyncio
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_agentchat.teams import RoundRobinGroupChat
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    info = dict(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
+
+    def find() -> None:
+        "Find nothing."
+
+    async def talk():
+        client = OpenAIChatCompletionClient(model="m", model_info=info)
+        agents = [AssistantAgent(name, client, tools=[find]) for name in ("alice", "bob")]
+        await RoundRobinGroupChat(agents, max_turns=2).run(task="hello")
+
+    def run():
+        asyncio.run(talk())
+"""
+
+
+ADD = CallTools([("add", {"a": 1, "b": 2})])
+FIND = CallTools([("find", {})])
+FOUND = "alice:find:empty bob:find:empty"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "program", "script", "agents", "attributed"),
+    [
+        ("langchain", LANGCHAIN, [Say("done"), ADD, Say("3")], ["solver", None, None], ""),
+        ("openai-agents", OPENAI_AGENTS, [Say("done"), ADD, Say("3")], ["solver", None, None], ""),
+        ("otel", OTEL, [Say("look up 1 + 2"), Say("3")], [None, None], "None:add:ok"),
+        ("autogen", AUTOGEN, [FIND, FIND, ADD, Say("3")], ["alice", "bob", None, None], FOUND),
+        (None, f"    import autogen_ext.models.openai{AUTOGEN}", [FIND, FIND], ["alice", "bob"], FOUND),
+    ],
+    ids=["langchain", "openai-agents", "otel", "autogen", "autogen-ext first"],
+)
+async def test_an_unmodified_agent_is_seen_after_agl_attaches_and_then_the_snippets_of_its_page_run(
+    adapter: str | None, program: str, script: list[Any], agents: list[str | None], attributed: str
+) -> None:
+    page = blocks(ROOT / "adapters" / adapter / "README.md", "python") if adapter else []
+    async with running_stack() as stack:
+        attempt = await stack.attempt()
+        stack.upstream.script(*script)
+        active, key = attempt.active, stack.key(attempt.key)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "\n".join([*map(textwrap.dedent, (START, program, END)), *page])),
+            *(active.rollout, active.base_url, active.api_key),
+            env={**os.environ, "OPENAI_BASE_URL": stack.url(attempt.key), "OPENAI_API_KEY": key},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, wrong = await process.communicate()
+        assert process.returncode == 0, wrong.decode()
+        assert await attempt.agents() == agents
+    first, _, printed = out.decode().partition("\n")
+    assert first == attributed
+    if adapter:
+        assert printed in blocks(ROOT / "adapters" / adapter / "README.md"), printed
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("driver", [d for d in DRIVERS if not isinstance(d, ByHeaders)], ids=lambda d: d.name)
+async def test_an_adapter_that_fails_does_not_break_the_agent(
+    driver: Driver, bench: Any, monkeypatch: pytest.MonkeyPatch, cell_of: Any
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(IdentityScope, "__init__", fail)
+    monkeypatch.setattr(Recording, "tool_result", fail)
+    faults, (performed,) = await bench.perform(cell_of(driver, "parallel tools"))
+    assert (faults, len(performed.calls)) == ([], 2)
+    assert any("KeyError: 'a bug'" in problem for problem in performed.attempt.active.recording.problems)

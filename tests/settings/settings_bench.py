@@ -40,16 +40,6 @@ TASKS: Mapping[str, list[dict[str, Any]]] = {
 """Files of tasks beside the configuration."""
 
 
-class Lines(Observer):
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-
 Observe: TypeAlias = "Callable[[Bench, Given], Any | Awaitable[Any]]"
 """Looks at the bench with these changes."""
 

@@ -16,8 +16,9 @@ from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
 from agl_server.reading.runs import read_entry
 from agl_server.training.run import new_run_dir, train
 
+from ..support.scripted_run import Lines
 from . import scripted_parts
-from .settings_bench import Bench, Lines
+from .settings_bench import Bench
 
 
 def refused(bench: Bench, agent: str, **given: object) -> tuple[AglError, list[str]]:

@@ -23,9 +23,10 @@ from agl_server.store.sqlite import SqliteStore
 from agl_server.training.metrics import Summary
 from agl_server.training.run import evaluate, new_run_dir, train
 
+from ..support.scripted_run import Lines
 from . import scripted_agent, scripted_parts
 from .scripted_parts import SEEN
-from .settings_bench import Bench, Lines
+from .settings_bench import Bench
 
 
 async def trained(bench: Bench, **settings: Any) -> Path:

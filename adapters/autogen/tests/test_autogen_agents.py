@@ -1,10 +1,12 @@
-"""Who calls, for which attempt, and what the tools did: agents of AgentChat, of one's own, and on runtimes."""
+"""Who calls, for which attempt, and what the tools did: agents of AgentChat, of one's own, on runtimes; and episodes
+without a server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import openai
@@ -16,14 +18,66 @@ from autogen_agentchat.messages import BaseChatMessage, TextMessage, ToolCallExe
 from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat
 from autogen_agentchat.tools import AgentTool
 from autogen_core import AgentId, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, rpc
-from autogen_core.models import UserMessage
+from autogen_core.models import ModelInfo, UserMessage
 from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
 from autogen_core.tools import FunctionTool, StaticWorkbench, TextResultContent, ToolOverride, ToolResult, Workbench
+from autogen_ext.models.cache import ChatCompletionCache
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from autogen_ext.models.replay import ReplayChatCompletionClient
 
-from agl_core.capture import current_identity
+from agl_autogen import plugin, record
+from agl_core.capture import current_attempt, current_identity
 from agl_core.client.agent import PLACEHOLDER_KEY
-from agl_core.testing.scripts import CallTools, Say
-from agl_core.types import ToolStatus
+from agl_core.testing.scripts import CallTools, Fail, Say
+from agl_core.testing.upstream import ScriptedUpstream
+from agl_core.types import Ending, ToolStatus
+from agl_server.testing import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
+
+MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
+
+
+def model_client(url: str, key: str = "key", **options: Any) -> OpenAIChatCompletionClient:
+    return OpenAIChatCompletionClient(model="m", base_url=url, api_key=key, model_info=MODEL, max_retries=0, **options)
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[Stack]:
+    async with attached_stack(plugin.autogen_core, plugin.agentchat) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def trial(stack: Stack) -> LeasedAttempt:
+    return await stack.attempt()
+
+
+@pytest.fixture
+def clients(stack: Stack) -> Callable[..., OpenAIChatCompletionClient]:
+    """Makes clients with the server's URL alone: which attempt calls, its headers must tell."""
+    return partial(model_client, stack.url(), PLACEHOLDER_KEY)
+
+
+@pytest.fixture(params=["alone", "streaming in a team"])
+def run(request: pytest.FixtureRequest, stack: Any, clients: Any, trial: Any) -> Callable[..., Any]:
+    """Runs an agent whose model asks for the given tools; gives the tool results, all joined with its first call."""
+
+    async def run(*calls: tuple[str, Mapping[str, Any]], tools: Any = None, **options: Any) -> Sequence[Any]:
+        stack.upstream.script(CallTools(calls), Say("done"))
+        in_team = request.param != "alone"
+        agent = AssistantAgent("solver", clients(), tools=tools, model_client_stream=in_team, **options)
+        with trial.running():
+            await (RoundRobinGroupChat([agent], max_turns=1) if in_team else agent).run(task="hello")
+        episode = await trial.close()
+        assert episode.unjoined == ()
+        assert len(trial.tool_results) == len(episode.transitions[0].tool_results)
+        return episode.transitions[0].tool_results
+
+    return run
+
+
+@pytest.fixture(name="model_client")
+def model_client_fixture() -> Callable[..., OpenAIChatCompletionClient]:
+    return model_client
 
 
 def add(a: int, b: int) -> int:
@@ -231,3 +285,64 @@ async def test_a_workbench_that_raises_is_recorded_and_still_raises(trial: Any) 
     assert [(o.tool, str(o.status), o.error) for o in trial.tool_results] == [
         ("fetch", "error", "ConnectionError: gone")
     ]
+
+
+SETTINGS = {"temperature": 0.5, "max_tokens": 200, "seed": 7}
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[ScriptedUpstream]:
+    async with ScriptedUpstream() as upstream:
+        yield upstream
+
+
+async def test_a_block_is_an_episode(endpoint: Any, model_client: Any) -> None:
+    endpoint.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
+    agent = AssistantAgent("solver", model_client(endpoint.url, **SETTINGS), tools=[add], reflect_on_tool_use=True)
+    with record("1 + 2?") as recorded:
+        recorded.result = (await agent.run(task="1 + 2?")).messages[-1].to_text()
+        assert recorded.episode() is None
+
+    episode = recorded.episode()
+    assert episode is not None
+    assert (episode.ending, episode.task.input, episode.result) == (Ending.FINISHED, "1 + 2?", "3")
+    first, second = recorded.transitions()
+    assert [(t.agent, t.has_ids) for t in (first, second)] == [("solver", True)] * 2
+    assert [(o.tool, o.result, str(o.status)) for o in first.tool_results] == [("add", "3", "ok")]
+
+
+async def test_an_agent_that_crashes(endpoint: Any, model_client: Any) -> None:
+    endpoint.script(Say("before"), Fail(400))
+    agent = AssistantAgent("solver", model_client(endpoint.url, **SETTINGS))
+    team = RoundRobinGroupChat([agent], max_turns=2)
+    with pytest.raises(RuntimeError, match="400"), record() as recorded:
+        await team.run(task="hello")
+    assert recorded.episode().ending is Ending.CRASHED
+    assert [t.response["content"] for t in recorded.transitions()] == ["before"]
+    assert current_attempt() is None
+
+
+async def test_a_cached_reply_is_no_call(endpoint: Any, model_client: Any) -> None:
+    client = ChatCompletionCache(model_client(endpoint.url, **SETTINGS))
+    with record() as recorded:
+        for _ in range(2):
+            await client.create([UserMessage(content="hello", source="user")])
+    assert len(endpoint.received) == 1
+    (transition,) = recorded.transitions()
+    assert transition.has_ids
+
+
+async def test_a_client_that_sends_nothing_makes_no_call() -> None:
+    with record() as recorded:
+        await ReplayChatCompletionClient(["hi"]).create([UserMessage(content="hello", source="user")])
+    assert (recorded.episode().ending, recorded.transitions()) == (Ending.NO_CALL, [])
+
+
+async def test_in_a_rollout_the_gateway_records_and_nothing_is_kept(stack: Any, clients: Any, trial: Any) -> None:
+    stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]))
+    with trial.running(), record() as recorded:
+        await AssistantAgent("solver", clients(), tools=[add]).run(task="hello")
+    assert recorded.episode() is None
+    assert recorded.transitions() == []
+    assert await trial.agents() == ["solver"]
+    assert [o.tool for o in trial.tool_results] == ["add"]

@@ -1,10 +1,10 @@
-"""Who makes a call, with which state, and what the tools did, on every request and event of real agents."""
+"""Who makes a call, with which state, and what the tools did, in real agents; and episodes without a server."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict
 
@@ -15,21 +15,68 @@ from langchain.agents.middleware import before_model
 from langchain_core.messages import AnyMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import InjectedToolCallId, ToolException, tool
+from langchain_core.tracers import context as langchain_context
 from langchain_openai import ChatOpenAI
+from langchain_openai.chat_models import _client_utils
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import create_react_agent
 from langgraph.types import interrupt
 from pydantic import BaseModel
+from running_servers import attempt_maker, scripted_server  # noqa: F401
+from testing_aids import run_python
 
 import agl_core
 import agl_langchain
 from agl_core.capture import running, unpack_variables
 from agl_core.testing.scripts import CallTools, Say, in_turn
-from agl_core.types import ToolStatus
+from agl_core.types import Ending, FinishReason, ToolStatus
+from agl_langchain import AglCallback, callback
+from agl_server.testing import no_problems  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
+
+
+@pytest.fixture(autouse=True)
+def new_clients() -> None:
+    """LangChain shares the connections of all clients of one address; another test's server may have had this port.
+
+    Those of an async client belong to an event loop that is closed.
+    """
+    for cached in (_client_utils._cached_sync_httpx_client, _client_utils._cached_async_httpx_client):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def seen_by_agl() -> Iterator[None]:
+    """Prepare as a worker does before it loads an agent."""
+    attachment = agl_core.attach([])
+    yield
+    attachment.detach()
+
+
+@pytest.fixture
+def attached() -> None:
+    agl_core.attach()
+
+
+@pytest.fixture(autouse=True)
+def detached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what attaches in a test."""
+    monkeypatch.setattr(langchain_context, "_configure_hooks", list(langchain_context._configure_hooks))
+    yield
+    agl_core.attach([]).detach()
+    callback.attach.cache_clear()
+
+
+@pytest.fixture(params=["callback", "attach"])
+def config(request: pytest.FixtureRequest, seen_by_agl: None) -> dict[str, Any]:
+    """The callbacks that the user passes to the agent, in each way to observe it; every way has to see the same."""
+    if request.param == "attach":
+        request.getfixturevalue("attached")
+    return {} if request.param == "attach" else {"callbacks": [agl_langchain.AglCallback()]}
+
 
 QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -275,3 +322,75 @@ def test_an_interrupt_is_no_failure(config: Any, server: Any, attempt: Any) -> N
     with running(active):
         agent.invoke(QUESTION, {**config, "configurable": {"thread_id": "1"}})
     assert active.recording.tool_results == ()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_agent_with_a_tool(asynchronous: bool, streaming: bool, server: Any) -> None:
+    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}, "c1")]), Say("3"))
+    agent = create_agent(ChatOpenAI(model="m", streaming=streaming), [add], name="solver")
+    callback = AglCallback()
+    config: Any = {"callbacks": [callback]}
+    asyncio.run(agent.ainvoke(QUESTION, config)) if asynchronous else agent.invoke(QUESTION, config)
+
+    (episode,) = callback.episodes()
+    assert episode.ending is Ending.FINISHED
+    assert episode.unjoined == ()
+    first, second = episode.transitions
+    assert [(t.agent, t.agent_turn) for t in (first, second)] == [("solver", 0), ("solver", 1)]
+    assert [(o.tool, o.result, str(o.status)) for o in first.tool_results] == [("add", "3", "ok")]
+    assert (second.response["content"], second.finish_reason) == ("3", FinishReason.STOP)
+    assert callback.transitions()[0].response == first.response
+
+
+def test_an_agent_that_crashes(server: Any) -> None:
+    def fail(state: MessagesState) -> Any:
+        raise ZeroDivisionError("bad")
+
+    callback = AglCallback()
+    graph = StateGraph(MessagesState).add_node("fail", fail).add_edge(START, "fail").compile()
+    with pytest.raises(ZeroDivisionError):
+        graph.invoke(QUESTION, {"callbacks": [callback]})
+    assert [e.ending for e in callback.episodes()] == [Ending.CRASHED]
+
+
+def test_only_the_latest_runs_are_kept(server: Any) -> None:
+    callback = AglCallback(keep=2)
+    for question in ("a", "b", "c"):
+        ChatOpenAI(model="m").invoke(question, {"callbacks": [callback]})
+    assert [t.messages[0]["content"] for t in callback.transitions()] == ["b", "c"]
+    callback.clear()
+    assert callback.episodes() == []
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_endpoint_that_gives_every_reply_the_same_id(streaming: bool, server: Any) -> None:
+    server.more = {"id": "chatcmpl-same"}
+    callback = AglCallback()
+    llm = ChatOpenAI(model="m", streaming=streaming)
+    RunnableLambda(lambda _: [llm.invoke(question) for question in "abc"]).invoke("", {"callbacks": [callback]})
+    assert [t.messages[0]["content"] for t in callback.transitions()] == ["a", "b", "c"]
+
+
+def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(server: Any) -> None:
+    program = """
+        import sys
+
+        for absent in ("langgraph", "langchain", "langchain_openai", "openai", "torch"):
+            sys.modules[absent] = None
+        import os
+
+        import httpx
+        from agl_langchain import AglCallback
+        from langchain_core.runnables import RunnableLambda
+
+        def ask(question):
+            request = {"model": "m", "messages": [{"role": "user", "content": question}]}
+            return httpx.post(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", json=request).json()
+
+        callback = AglCallback()
+        RunnableLambda(ask).invoke("hello", {"callbacks": [callback]})
+        (transition,) = callback.transitions()
+        assert transition.response["content"] == "done"
+    """
+    run_python(program)

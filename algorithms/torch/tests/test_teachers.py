@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +19,8 @@ from agl_algorithms.policy_gradient import Teacher
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec
 from agl_core.testing.engines import Row, batch_of
+from agl_core.testing.scripts import Fail, Raw, Received, Step
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Batch, DropReason
 from agl_torch.loading import Bases, LoadedModel, load_model
 from agl_torch.teachers import ServedTeacher, load_teacher
@@ -51,23 +48,24 @@ def plain(loaded: LoadedModel, batch: Batch) -> np.ndarray:
         return np.concatenate([plain_logprobs(loaded.model, batch, i).numpy() for i in range(len(batch))])
 
 
-@dataclass
-class Server:
+class Server(ScriptedUpstream):
     """vLLM's completions of prompts of ids, computed by a model here."""
 
-    loaded: LoadedModel
-    url: str = ""
-    requests: list[tuple[str | None, dict[str, Any]]] = field(default_factory=list)
-    status: int = 200
-    with_logprobs: bool = True
-    surest: float | None = None
-    """The log-probability of every token, if set."""
-    shift: int = 0
-    """By how much the ids of its tokens are off."""
+    def __init__(self, loaded: LoadedModel, shift: int = 0) -> None:
+        super().__init__()
+        self.answer = self.reply
+        self.loaded, self.shift = loaded, shift
+        """`shift`: by how much the ids of its tokens are off."""
+        self.status = 200
+        self.with_logprobs = True
+        self.surest: float | None = None
+        """The log-probability of every token, if set."""
 
-    def reply(self, body: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, received: Received) -> Step:
+        if self.status != 200:
+            return Fail(self.status, {"error": {"message": "no such model"}})
         choices = []
-        for index, prompt in enumerate(body["prompt"]):
+        for index, prompt in enumerate(received.body["prompt"]):
             ids = torch.tensor(prompt)
             with torch.no_grad():
                 logprobs = torch.log_softmax(self.loaded.model(input_ids=ids[None]).logits[0].float(), -1)
@@ -77,34 +75,7 @@ class Server:
                 for value in [float(row[id]) if self.surest is None else self.surest]
             ]
             choices.append({"index": index, **({"prompt_logprobs": [None, *known]} if self.with_logprobs else {})})
-        return {"choices": choices[::-1]}
-
-
-@contextmanager
-def serving(server: Server) -> Iterator[Server]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            server.requests.append((self.headers["authorization"], body))
-            is_known = self.path == "/v1/completions" and server.status == 200
-            answer = server.reply(body) if is_known else {"error": {"message": "no such model"}}
-            content = json.dumps(answer).encode()
-            self.send_response(server.status)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    server.url = f"http://127.0.0.1:{httpd.server_port}/v1"
-    try:
-        yield server
-    finally:
-        httpd.shutdown()
-        httpd.server_close()
+        return Raw(json.dumps({"choices": choices[::-1]}).encode())
 
 
 def test_a_loaded_teacher_scores_at_the_temperature_of_each_transition(loaded: LoadedModel, moved: Path) -> None:
@@ -141,7 +112,7 @@ def test_a_teacher_with_other_tokens_is_refused(loaded: LoadedModel, tmp_path: P
     other = make_checkpoint(tmp_path / "llama", Shape("llama"))
     with pytest.raises(EngineError, match="another tokenizer than the policy: the token"):
         load_teacher(Teacher(str(other)), PolicySpec("unused"), loaded, Bases())
-    with serving(Server(loaded, shift=1)) as server, pytest.raises(EngineError, match=r"another tokenizer.*: id"):
+    with Server(loaded, shift=1) as server, pytest.raises(EngineError, match=r"another tokenizer.*: id"):
         ServedTeacher(Teacher(server.url, "teacher"), loaded.tokenizer)
 
 
@@ -152,22 +123,22 @@ def test_a_served_teacher_says_what_the_same_weights_say_here(
     batch = make_batch(loaded, groups=4, members=8)
     batch = replace(batch, temperature_N=np.ones_like(batch.temperature_N))
     chosen = np.arange(1, len(batch))
-    with serving(Server(loaded_from(moved))) as server:
+    with Server(loaded_from(moved)) as server:
         teacher = ServedTeacher(Teacher(server.url, "big", "OF_TEACHER"), loaded.tokenizer)
         logprobs = teacher.logprobs(batch, chosen)
         expected = plain(server.loaded, batch)
         expected[: batch.response_offsets[1]] = 0
         np.testing.assert_allclose(logprobs, expected, atol=1e-4)
-        assert {key for key, _ in server.requests} == {"Bearer secret"}
-        assert {body["model"] for _, body in server.requests} == {"big"}
-        assert len(server.requests) < len(batch) / 2
+        assert {received.headers["authorization"] for received in server.received} == {"Bearer secret"}
+        assert {received.body["model"] for received in server.received} == {"big"}
+        assert len(server.received) < len(batch) / 2
 
         # The grammar of a reply is not known there, and of calls that continue each other the last one has all.
         turns = batch_of([Row([5, 6], [7, 8], [-1.0, -1.0], 0.0), Row([5, 6, 7, 8, 9], [10], [-1.0], 0.0)])
         turns = replace(turns, rollout_N=np.zeros(2, np.int64), turn_N=np.arange(2))
-        before = len(server.requests)
+        before = len(server.received)
         np.testing.assert_allclose(teacher.logprobs(turns, np.arange(2)), plain(server.loaded, turns), atol=1e-4)
-        assert [body["prompt"] for _, body in server.requests[before:]] == [[[5, 6, 7, 8, 9, 10]]]
+        assert [received.body["prompt"] for received in server.received[before:]] == [[[5, 6, 7, 8, 9, 10]]]
         formed = replace(turns, grammar_N=np.array([None, "{}"], object))
         result = trainer_of(loaded).update(formed, Distill(DistillOptions(teacher="a/b")), None, teacher)
         assert result.dropped == (None, DropReason.CONSTRAINED)
@@ -177,7 +148,7 @@ def test_what_is_wrong_with_a_served_teacher_is_said_with_the_remedy(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OF_TEACHER", raising=False)
-    with serving(Server(loaded)) as server:
+    with Server(loaded) as server:
         known = Teacher(server.url, "teacher")
         with pytest.raises(EngineError, match="teacher_key_env = 'OF_TEACHER'"):
             ServedTeacher(replace(known, key_env="OF_TEACHER"), loaded.tokenizer)

@@ -1,24 +1,37 @@
-"""The run's side of the engine, its checkpoints, and what it knows of errors."""
+"""The run's side of the engine: its rows, its checkpoints and adapters, and what it knows of errors."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.testing.engines import Row, batch_of
+from agl_core.types import Batch
+from agl_torch.loading import load_model
 from agl_verl import environment
 from agl_verl.checkpoint import finish, read, shards
 from agl_verl.environment import check_flash_attention
 from agl_verl.options import VerlOptions
 from agl_verl.plugin import VerlEngine
+from agl_verl.rows import gather, lay_out, row_of, spread
 
 SPEC = PolicySpec(model="/m", algorithm="grpo", algorithm_options={"beta": 0})
 
@@ -133,3 +146,162 @@ def test_flash_attention_is_looked_for_where_training_needs_it(monkeypatch: pyte
     module.__spec__ = SimpleNamespace(name="flash_attn")  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     check_flash_attention("auto", critic=True)
+
+
+POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
+LORA = LoraSection(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
+ADAPTED = PolicySpec(str(POLICY), "float32", lora=LORA.model_dump())
+TOKENS = torch.arange(20)[None]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(TOKENS).logits
+    return logits
+
+
+@pytest.fixture
+def trained() -> Any:
+    """A policy whose adapter has an effect, as veRL makes it."""
+    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA.targets), bias="none", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    torch.manual_seed(0)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    return adapted
+
+
+@pytest.fixture
+def checkpoint(trained: Any, tmp_path: Path) -> Path:
+    """After veRL wrote its files, and agl finished them. veRL saves peft's weights by a plain model's own method."""
+    exported = shards(tmp_path) / "actor" / "huggingface"
+    plain = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    plain.save_pretrained(exported, state_dict=trained.state_dict())
+    AutoTokenizer.from_pretrained(POLICY).save_pretrained(exported)
+    finish(tmp_path, ADAPTED, version=1, workers=1, critic=False)
+    return tmp_path
+
+
+def test_peft_and_the_torch_engine_load_the_adapter(trained: Any, checkpoint: Path) -> None:
+    adapter, expected = checkpoint / "model", logits(trained)
+    base = logits(AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32))
+    assert not torch.allclose(base, expected, atol=0.1), "the adapter has an effect"
+    by_peft = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+    torch.testing.assert_close(logits(by_peft), expected)
+    spec = PolicySpec(str(POLICY), "float32", adapter=str(adapter))
+    torch.testing.assert_close(logits(load_model(spec, torch.device("cpu"), 0).model), expected, rtol=1e-4, atol=1e-4)
+    assert (adapter / "tokenizer.json").is_file()
+    assert not (adapter / "config.json").exists(), "it would be taken for a whole model"
+
+
+def test_an_adapter_belongs_to_the_weights_that_it_was_trained_on(checkpoint: Path, tmp_path: Path) -> None:
+    assert (checkpoint / "model" / "agl_base.json").is_file()
+    other = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.1)
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(POLICY).save_pretrained(tmp_path / "other")
+    spec = PolicySpec(str(tmp_path / "other"), "float32", adapter=str(checkpoint / "model"))
+    with pytest.raises(EngineError, match="trained on other weights"):
+        load_model(spec, torch.device("cpu"), 0)
+
+
+def test_verls_misnamed_weights_do_not_stay_beside_its_shards(checkpoint: Path) -> None:
+    beside = {file.name for file in (shards(checkpoint) / "actor" / "huggingface").iterdir()}
+    assert "config.json" in beside, "veRL reads the configuration there"
+    assert not [name for name in beside if name.endswith(".safetensors")]
+
+
+def test_an_export_without_an_adapter_is_an_error(tmp_path: Path) -> None:
+    exported = shards(tmp_path) / "actor" / "huggingface"
+    AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32).save_pretrained(exported)
+    with pytest.raises(CheckpointError, match="no LoRA weights"):
+        finish(tmp_path, ADAPTED, version=1, workers=1, critic=False)
+
+
+def recorded(*lengths: tuple[int, int]) -> Batch:
+    """Transitions with these prompt and response lengths, all tokens different."""
+    tokens = itertools.count()
+
+    def take(count: int) -> list[int]:
+        return list(itertools.islice(tokens, count))
+
+    rows = [Row(take(prompt), take(response), [], n + 0.5) for n, (prompt, response) in enumerate(lengths)]
+    batch = batch_of(rows)
+    return replace(batch, behaviour_logprobs_R=-np.arange(1, len(batch.mask_R) + 1, dtype=np.float32))
+
+
+def test_a_row_is_what_was_recorded() -> None:
+    batch = replace(
+        recorded((2, 3), (4, 1)),
+        rollout_N=np.array([4, 7]),
+        group_N=np.array([2, 3]),
+        mask_R=np.array([True, False, True, True]),
+    )
+    row = row_of(batch, np.array([0]))
+    assert row["prompts"].tolist() == [0, 1]
+    assert row["responses"].tolist() == [2, 3, 4]
+    assert row["input_ids"].tolist() == [0, 1, 2, 3, 4]
+    assert row["response_mask"].tolist() == [1, 0, 1]
+    assert row["rollout_log_probs"].tolist() == [-1, 0, -3], "what is recorded for a forced token means nothing"
+
+
+def test_calls_that_continue_each_other_are_one_row() -> None:
+    calls = [Row([1], [2, 3], [-1, -2], 0.5), Row([1, 2, 3, 4, 5], [6], [-3], 1.5)]
+    batch = replace(batch_of(calls), mask_R=np.array([True, False, True]), turn_N=np.array([0, 1]))
+    row = row_of(batch, np.array([0, 1]))
+    assert row["prompts"].tolist() == [1]
+    assert row["responses"].tolist() == [2, 3, 4, 5, 6]
+    assert row["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert row["response_mask"].tolist() == [1, 0, 0, 0, 1]
+    assert row["rollout_log_probs"].tolist() == [-1, 0, 0, 0, -3]
+    assert spread(batch, torch.tensor([0, 0, 1]), [np.array([0, 1])], between=-1)[0].tolist() == [0, 0, -1, -1, 1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=12), st.data())
+def test_what_is_spread_over_rows_is_gathered_again(calls: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Calls of one conversation, each with some news before its response; it goes on in one row or in the next."""
+    rows, history = list[Row](), [0]
+    for news, response in calls:
+        history = history + [1] * news
+        rows.append(Row(history, [2] * response, [-1.0] * response, 0.0))
+        history = history + [2] * response
+    batch = batch_of(rows)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(rows)))))
+    chains: list[np.ndarray | None] = [chain for chain in np.split(np.arange(len(rows)), cuts) if len(chain)]
+    chains = data.draw(st.permutations([*chains, None, None]))
+    values_R = torch.arange(1.0, len(batch.mask_R) + 1)
+    spread_rows = spread(batch, values_R, chains)
+    assert gather(batch, spread_rows, chains).tolist() == values_R.tolist()
+    pads = [row for chain, row in zip(chains, spread_rows, strict=True) if chain is None]
+    assert [row.tolist() for row in pads] == [[0.0], [0.0]], "a pad row weighs nothing"
+    for chain, row in zip(chains, spread_rows, strict=True):
+        if chain is not None:
+            fields = row_of(batch, chain)
+            assert (row > 0).tolist() == (fields["responses"] == 2).tolist(), "values are at the responses"
+            assert {len(fields[name]) for name in ("response_mask", "rollout_log_probs")} == {len(row)}
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(1, 4),
+)
+def test_every_worker_has_every_step_and_every_row_is_dealt_out_once(sizes: list[int], workers: int) -> None:
+    ends = np.cumsum([0, *sizes])
+    steps = [np.arange(start, end) for start, end in itertools.pairwise(ends)]
+
+    def divide(rows: list[int], count: int) -> list[list[int]]:
+        return [rows[worker::count] for worker in range(count)]
+
+    order = lay_out(steps, workers, divide)
+    assert sorted(order) == list(range(len(order)))
+    assert len(order) % (workers * len(steps)) == 0
+    per_step = len(order) // len(steps) // workers
+    assert per_step == -(-max(sizes) // workers), "no more pads than it takes"
+    shares_of_workers = np.array(order).reshape(workers, len(steps), per_step)
+    for number, step in enumerate(steps):
+        dealt = set(shares_of_workers[:, number].ravel().tolist())
+        assert set(step.tolist()) <= dealt
+        assert all(row >= ends[-1] for row in dealt - set(step.tolist())), "what is added are pads"

@@ -20,7 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
@@ -69,7 +69,7 @@ class ScriptedUpstream:
     def agents(self) -> list[str | None]:
         return [request.agent for request in self.received]
 
-    async def __aenter__(self) -> ScriptedUpstream:
+    async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=64 << 20)
         for path in self.paths:
             app.router.add_post(f"/v1/{path}", self._complete)
@@ -81,7 +81,7 @@ class ScriptedUpstream:
         await self._serves.aclose()
         self._blocking.shutdown(wait=False)
 
-    def __enter__(self) -> ScriptedUpstream:
+    def __enter__(self) -> Self:
         portal = self._thread.enter_context(start_blocking_portal())
         return self._thread.enter_context(portal.wrap_async_context_manager(self))
 

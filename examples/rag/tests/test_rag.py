@@ -85,25 +85,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def in_memory() -> Index:
-    return Index.build(list(read_passages(CORPUS)))
-
-
 @pytest.fixture
-def transport(in_memory: Index) -> httpx2.ASGITransport:
-    return httpx2.ASGITransport(service(Local(in_memory)))
+def transport(index: Index) -> httpx2.ASGITransport:
+    return httpx2.ASGITransport(service(Local(index)))
 
 
 async def test_a_folder_and_the_service_find_what_the_index_in_memory_finds(
-    folder: Path, in_memory: Index, transport: httpx2.ASGITransport
+    folder: Path, index: Index, transport: httpx2.ASGITransport
 ) -> None:
     remote = Remote("http://service", transport)
     for query in ("capital of Brazil", "country of Porto Alegre", "nothing-of-the-kind", ""):
-        expected = in_memory.best(query, 3)
+        expected = index.best(query, 3)
         assert await open_retriever(str(folder)).search(query, 3) == expected
         assert await remote.search(query, 3) == expected
-    assert BRAZIL in in_memory.best("capital of Brazil", 1)[0].text
+    assert BRAZIL in index.best("capital of Brazil", 1)[0].text
 
 
 @pytest.mark.parametrize("body", ["", "{}", '{"query": "x", "k": 0}', '{"query": "' + "x" * (LONGEST_QUERY + 1) + '"}'])

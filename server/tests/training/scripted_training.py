@@ -9,15 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 from memory_store import MemoryStore
-from scripted_run import scripted_config, scripted_session
+from scripted_run import MINIMAL, CountingEngine, scripted_config, scripted_session
 
 from agl_core.config.models import RunConfig
 from agl_core.plugins import Plugins
-from agl_core.protocols import Buffer, Engine, Progress, TaskSource, UpdateResult
+from agl_core.protocols import Buffer, TaskSource
 from agl_core.testing import episodes as make
 from agl_core.types import (
     AlarmName,
-    Batch,
     DropReason,
     Ending,
     Episode,
@@ -34,14 +33,6 @@ from agl_server.training.evaluation import Evaluated
 from agl_server.training.loop import Trainer
 from agl_server.training.metrics import MetricsLog, Observer
 from agl_server.training.rollouts import Scored
-
-MINIMAL: Mapping[str, Any] = {
-    "config_version": 1,
-    "agent": {"entry": "an_agent:solve"},
-    "tasks": {"train": {"source": "numbers"}},
-    "policies": {"default": {"model": {"path": "."}}},
-}
-"""The smallest configuration of a run."""
 
 
 class Numbers:
@@ -135,32 +126,6 @@ class ScriptedCollector:
         self.cancelled |= set(ids)
 
 
-class CountingEngine(Engine):
-    """An update keeps the batch and makes the next version."""
-
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-        self.version = 0
-        self.dropped: DropReason | None = None
-        """Why no transition of a batch is trained on, if so."""
-        self.metrics: dict[str, float] = {}
-        """The metrics of every update."""
-
-    async def update(self, policy: str, batch: Batch, progress: Progress | None = None) -> UpdateResult:
-        self.batches.append(batch)
-        self.version += 1
-        zeros = np.zeros(len(batch))
-        return UpdateResult(self.version, self.metrics, zeros, zeros, (self.dropped,) * len(batch))
-
-    async def versions(self) -> Mapping[str, int]:
-        return {"default": self.version}
-
-    async def start(self) -> Any: ...
-    async def save(self, folder: Path) -> None: ...
-    async def load(self, folder: Path) -> None: ...
-    async def stop(self) -> None: ...
-
-
 @dataclass
 class Log:
     """Metrics in memory."""
@@ -175,16 +140,6 @@ class Log:
         self.lines.append({"step": step, **metrics})
 
     def keep(self, step: int, episodes: Sequence[Episode]) -> None: ...
-
-
-class Lines(Observer):
-    """Keeps what a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
 
 
 class NoEvaluation:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from scripted_run import MINIMAL, Lines
 
 from agl_core.config.models import RunConfig
 from agl_core.errors import TrainingError
@@ -34,7 +35,7 @@ from agl_server.health.verdict import check_patience, read_metrics
 from agl_server.testing import running_stack, until
 from agl_server.training.metrics import MetricsLog
 
-from .scripted_training import MINIMAL, Bench, Lines, episode, make_bench
+from .scripted_training import Bench, episode, make_bench
 
 SOUND: Numbers = {
     "reward/mean": 0.5,

@@ -14,6 +14,7 @@ import pytest
 import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_run import MINIMAL, CountingEngine, Lines
 
 from agl_core.config.load import SERVED, load
 from agl_core.config.models import StopSection
@@ -24,7 +25,7 @@ from agl_server.training.evaluation import Evaluated
 from agl_server.training.run import local_server
 from agl_server.training.session import begin_restart
 
-from .scripted_training import MINIMAL, Bench, CountingEngine, Lines, make_bench
+from .scripted_training import Bench, make_bench
 
 
 def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:

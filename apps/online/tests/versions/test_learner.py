@@ -14,8 +14,7 @@ from agl_online.versions import By, Decision, State
 from agl_server.testing import until
 from agl_server.training.rollouts import Drawn
 
-from .scripted_learner import KilledError, World, world
-from .sessions_of_use import WaitsError, sessions
+from .scripted_learner import KilledError, WaitsError, World, sessions, world
 
 
 async def each_session_was_used_once(world_: World) -> None:

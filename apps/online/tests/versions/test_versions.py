@@ -1,11 +1,15 @@
-"""The ledger and `agl versions`: what may become of versions, and that no kill and no second writer breaks it."""
+"""Versions of a run: the ledger, `agl versions`, and sessions that they answer over real HTTP."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,18 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
+from agl_core.config.load import SERVED, LoadedConfig, load
 from agl_core.errors import AglError
+from agl_core.testing.scripts import Hold, Say
+from agl_core.testing.upstream import ScriptedUpstream
 from agl_online.cli import versions
+from agl_online.deployed import DeployedVersions
 from agl_online.policies import Version
 from agl_online.versions import By, Ledger, LedgerError, State
 from agl_server.training.checkpoints import CHECKPOINTS, VERSIONS_FILE, Checkpoints, RunState
 
-from ..policies.saved_runs import make_run
+from ..policies.saved_runs import LoadingEngine, make_run
+from ..sessions.deployed import Deployed, deployed
 from .deployed_runs import decide, make_canary, make_deployed, make_passed, make_stable
 
 
@@ -187,3 +196,137 @@ def test_two_writers_never_make_two_canaries(ledger: Ledger) -> None:
         assert (canary.state, rolled_back.state) == (State.CANARY, State.ROLLED_BACK)
         assert canary.step == rolled_back.step
     assert len(decisions) == 40
+
+
+@dataclass
+class Bench:
+    use: Deployed
+    deployed: DeployedVersions
+    model: ScriptedUpstream
+    engines: list[LoadingEngine]
+
+    async def ask(self, name: str | None, **headers: str) -> int:
+        """The version that answers a session, which is said by the scripted reply too."""
+        reply = await self.use.ask("Which version?", name, **headers)
+        return int(reply.choices[0].message.content.removeprefix("version-"))
+
+    async def ask_many(self, names: Sequence[str]) -> dict[str, int]:
+        return dict(zip(names, await asyncio.gather(*map(self.ask, names)), strict=True))
+
+
+@contextlib.asynccontextmanager
+async def bench(calc: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    loaded = load(calc.run / "config.toml", needs=SERVED)
+    engines: list[LoadingEngine] = []
+
+    def engine(config: LoadedConfig, folder: Path) -> LoadingEngine:
+        engines.append(LoadingEngine(model.url))
+        return engines[-1]
+
+    monkeypatch.setattr("agl_online.deployed.make_engine", engine)
+    async with ScriptedUpstream() as model:
+        model.answer = lambda received: Say(received.body["model"])
+        async with (
+            DeployedVersions(calc.run, loaded, share=0.5).running() as versions,
+            deployed(calc.run, answering=versions) as use,
+        ):
+            yield Bench(use, versions, model, engines)
+
+
+@pytest.fixture
+def calc(tmp_path: Path) -> Ledger:
+    return make_deployed(tmp_path / "calc", 10, 20, 30, 40, 50, 60, 70)
+
+
+async def test_a_share_of_the_names_gets_the_canary_and_keeps_it(calc: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_canary(calc, 10)
+    names = [f"user-{number}" for number in range(60)]
+    async with bench(calc, monkeypatch) as use:
+        first = await use.ask_many(names)
+        assert set(first.values()) == {0, 10}
+        assert 15 < sum(version == 10 for version in first.values()) < 45, "the share is a half"
+        ended = names[:20]
+        for name in ended:
+            await use.ask(name, **{"x-agl-session-end": "1"})
+        assert await use.ask_many(ended) == {name: first[name] for name in ended}, (
+            "the next session of a name is drawn alike"
+        )
+
+        recorded = {call.version for call in await use.use.calls()}
+        assert recorded == {0, 10}
+        by_session: dict[str, set[int | None]] = {}
+        for call in await use.use.calls():
+            by_session.setdefault(call.rollout, set()).add(call.version)
+        assert {len(versions) for versions in by_session.values()} == {1}
+
+        decide(calc, 10, State.ROLLED_BACK, By.CANARY)
+        make_canary(calc, 20)
+        await use.deployed.refresh()
+        others = [f"other-{number}" for number in range(30)]
+        second = await use.ask_many(others)
+        assert set(second.values()) == {0, 20}
+
+
+async def test_a_swap_drops_no_call_and_reaches_open_sessions(calc: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(calc, monkeypatch) as use:
+        hold = Hold(Say("version-0"))
+        use.model.script(hold)
+        held = asyncio.create_task(use.ask(None))
+        await asyncio.wait_for(hold.arrived.wait(), 30)
+        assert await use.ask("open") == 0
+
+        make_stable(calc, 10)
+        await use.deployed.refresh()
+        assert (await use.ask("new"), await use.ask("open")) == (10, 10)
+        assert use.engines[0].steps == [0, 10], "a call under way keeps its version"
+        hold.release.set()
+        assert await held == 0
+        await use.deployed.refresh()
+        assert use.engines[0].steps == [10]
+
+
+async def test_a_rollback_reaches_open_sessions_at_once(calc: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_canary(calc, 10)
+    names = [f"user-{number}" for number in range(20)]
+    async with bench(calc, monkeypatch) as use:
+        assert set((await use.ask_many(names)).values()) == {0, 10}
+        decide(calc, 10, State.ROLLED_BACK, By.CANARY)
+        await use.deployed.refresh()
+        assert set((await use.ask_many(names)).values()) == {0}
+        assert use.engines[0].steps == [0]
+
+        make_stable(calc, 20)
+        await use.deployed.refresh()
+        assert await use.ask("late") == 20
+        decide(calc, 20, State.ROLLED_BACK, By.OPERATOR)
+        await use.deployed.refresh()
+        assert await use.ask("late") == 0
+
+
+async def test_a_lost_engine_is_started_again(calc: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_stable(calc, 10)
+    async with bench(calc, monkeypatch) as use:
+        assert await use.ask("open") == 10
+        use.engines[0].is_lost = True
+        await use.deployed.refresh()
+        assert len(use.engines) == 2
+        assert (await use.ask("open"), use.engines[1].steps) == (10, [10])
+
+
+async def test_what_cannot_be_loaded_leaves_what_is_served(
+    calc: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(calc, monkeypatch) as use:
+        use.engines[0].fails = [10, 20]
+        make_canary(calc, 10)
+        await use.deployed.refresh()
+        assert "The canary, version 10, cannot be loaded: The weights cannot be read." in caplog.text
+        assert {await use.ask(f"user-{number}") for number in range(20)} == {0}
+        decide(calc, 10, State.ROLLED_BACK, By.CANARY)
+        make_stable(calc, 20)
+        await use.deployed.refresh()
+        assert "Sessions are answered as before" in caplog.text
+        assert await use.ask("another") == 0
+        use.engines[0].fails = []
+        await use.deployed.refresh()
+        assert await use.ask("third") == 20
