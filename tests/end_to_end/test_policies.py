@@ -1,10 +1,9 @@
-"""Several policies in one run, asynchronous training, and a trained policy that leaves its run, as a user would."""
+"""A trained policy that leaves its run, as a user would."""
 
 from __future__ import annotations
 
 import json
 import signal
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,158 +13,11 @@ import psutil
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from agl_core.capture.requests import HEADER_AGENT
-from agl_core.types import Call, Ending, Mode, RolloutState
+from agl_core.types import Call, Mode
 
-from .conftest import recorded, write_run
-
-WRITER_AND_CRITIC = f'''
-import openai
-
-async def solve(task_input, context):
-    """A writer drafts, a critic comments, the writer writes again; none knows what policies there are."""
-    client = openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key)
-
-    async def ask(agent, text):
-        reply = await client.chat.completions.create(
-            model="gpt-4o",
-            messages=[{{"role": "user", "content": text}}],
-            extra_headers={{"{HEADER_AGENT}": agent}},
-        )
-        return reply.choices[0].message.content
-
-    draft = await ask("writer", task_input)
-    opinion = await ask("critic-1", draft or "nothing")
-    return await ask("writer", opinion or "nothing")
-'''
-POLICY = {"writer": "writer", "critic-1": "critic"}
-"""Whose calls which policy answers."""
-
-
-def weights(run: Path, step: int, policy: str) -> Path:
-    return run / "checkpoints" / f"step-{step:06d}" / policy / "model" / "model.safetensors"
-
-
-def trainer_state(run: Path, step: int, policy: str) -> dict[str, Any]:
-    path = run / "checkpoints" / f"step-{step:06d}" / policy / "trainer.pt"
-    weights: dict[str, Any] = torch.load(path, weights_only=True)
-    return weights
-
-
-def moved(before: Path, after: Path) -> bool:
-    one, other = load_file(before), load_file(after)
-    assert one.keys() == other.keys()
-    return any(not torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_frozen_policy_stays_byte_identical_while_another_is_trained(agl: Any, tmp_path: Path) -> None:
-    # Adam and weight decay would move whatever they touch.
-    policy = {"model": {"path": "policy"}, "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.1}}
-    policies = {
-        "writer": {**policy, "agents": ["writer"], "algorithm": {"name": "ppo"}},
-        "critic": {**policy, "agents": ["critic-*"]},
-    }
-    agl.run("train", write_run(tmp_path, WRITER_AND_CRITIC, 2, train={"agents": ["writer"]}, policies=policies))
-    run = tmp_path / "runs" / "run"
-
-    start = tmp_path / "policy" / "model.safetensors"
-    for step in (1, 2):
-        assert weights(run, step, "critic").read_bytes() == start.read_bytes()
-        assert moved(weights(run, step - 1, "writer") if step > 1 else start, weights(run, step, "writer"))
-        assert trainer_state(run, step, "critic")["version"] == 0
-        assert trainer_state(run, step, "writer")["version"] == step
-    records = recorded(run, Mode.TRAIN)
-    training = {record.call: record for rollout in records.training.values() for record in rollout}
-    assert len(records.rollouts) == 16
-    for rollout in records.rollouts.values():
-        assert len(records.calls[rollout.id]) == 3
-        for call in records.calls[rollout.id]:
-            assert call.policy == POLICY[call.agent or ""]
-            assert call.version == (rollout.step - 1 if call.policy == "writer" else 0)
-            # Untrained, the critic's calls still have their share of the return, as the run's rule gives it.
-            assert training[call.id].credit == pytest.approx(records.rewards[rollout.id])
-            assert (training[call.id].dropped == "untrained_agent") == (call.policy == "critic")
-    assert sum(record.weight for record in training.values()) > 0
-
-
-AGENT = '''
-import asyncio
-import json
-import pathlib
-
-import openai
-
-METRICS = pathlib.Path(__file__).parent / "runs" / "run" / "metrics.jsonl"
-WAITS = {"s1-g0-m0": 2, "s1-g1-m0": 6}
-"""Which rollouts go on only after which step was trained."""
-
-def trained():
-    # The trainer appends meanwhile, and a line may be half there: it is whole once its newline is.
-    lines = METRICS.read_text().rpartition("\\n")[0].splitlines() if METRICS.exists() else []
-    return max((line["step"] for line in map(json.loads, lines) if line["kind"] == "train"), default=0)
-
-async def solve(task_input, context):
-    client = openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key)
-
-    async def ask(text):
-        reply = await client.chat.completions.create(model="default", messages=[{"role": "user", "content": text}])
-        return reply.choices[0].message.content
-
-    first = await ask(task_input)
-    while trained() < WAITS.get(context.rollout, 0):
-        await asyncio.sleep(0.02)
-    return await ask(first or "nothing")
-'''
-STEPS, STALENESS = 8, 4
-
-
-@pytest.mark.storm
-def test_late_rollouts_carry_over_and_span_versions_and_those_too_old_are_dropped(agl: Any, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "policies": {"default": {"model": {"path": "policy"}, "optimizer": {"learning_rate": 1e-3}}},
-        "async": {"max_staleness": STALENESS},
-        "algorithm": {"name": "grpo", "grpo": {"beta": 0.0, "importance_cap": 2.0}},
-    }
-    output = agl.run("train", write_run(tmp_path, AGENT, STEPS, **sections))
-    run = tmp_path / "runs" / "run"
-    records = recorded(run, Mode.TRAIN)
-    rollouts, calls, training_records = records.rollouts, records.calls, records.training
-
-    assert "caution" not in output
-    assert len(rollouts) == STEPS * 2 * 4
-    assert all(rollout.state is RolloutState.DONE for rollout in rollouts.values())
-    assert {(a.error, a.ending) for tried in records.attempts.values() for a in tried} == {(None, Ending.FINISHED)}
-    versions = {id: [call.version or 0 for call in calls[id]] for id in rollouts}
-    assert all(len(numbers) == 2 and numbers == sorted(numbers) for numbers in versions.values())
-    # The update that a rollout was used in made version `step`; it began with the one before.
-    ages = {id: rollout.step - 1 - versions[id][0] for id, rollout in rollouts.items()}
-
-    # It was late: begun for step 1, answered by two versions, and trained on.
-    assert versions["s1-g0-m0"][0] == 0
-    assert versions["s1-g0-m0"][1] >= 2
-    assert 2 < rollouts["s1-g0-m0"].step <= 1 + STALENESS
-    # It was later than that.
-    assert ages["s1-g1-m0"] > STALENESS
-    stale = {id for id in rollouts if any(record.dropped == "stale" for record in training_records[id])}
-    assert stale == {id for id, age in ages.items() if age > STALENESS}
-    assert stale >= {"s1-g1-m0", "s1-g1-m1", "s1-g1-m2", "s1-g1-m3"}
-    assert all(len(training_records[id]) == 2 for id in rollouts), "every call was trained on or has its reason"
-    assert all(record.weight > 0 for record in training_records["s1-g0-m0"])
-
-    steps = [line for line in agl.metrics("run") if line["kind"] == "train"]
-    assert sum(line.get("episodes_dropped/stale", 0) for line in steps) == len(stale)
-    assert max(line["staleness/max"] for line in steps) == max(ages.values())
-    assert sum(line["groups/carried_over"] for line in steps) > 0
-    assert all("update/importance_mean" in line for line in steps)
-
-    evaluated = recorded(run, Mode.EVAL_SAMPLED).calls
-    at = {id: {call.version for call in calls} for id, calls in evaluated.items()}
-    assert {id: {int(id.split("-")[0][1:])} for id in at} == at, "weights do not move during an evaluation"
-    assert all(one.started <= other.started for sampled in calls.values() for one, other in pairwise(sampled))
-
+from .conftest import recorded
 
 LORA = ("policies.default.model.lora.rank=4", "policies.default.optimizer.learning_rate=1e-2")
 SMALL = ("train.steps=2", "train.groups_per_step=4", "train.group_size=16", "eval.every=1", "eval.tasks=3")

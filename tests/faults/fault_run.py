@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -19,9 +18,7 @@ from typing import Any
 import psutil
 import tomli_w
 
-from agl_core.types import Attempt, Call, Rollout, Run, TrainingRecord
-from agl_server.store.sqlite import SqliteStore
-
+from ..support.testing_aids import Recorded, read_store
 from .fault_agent import NOTES
 
 HERE = Path(__file__).parent
@@ -66,17 +63,6 @@ class Part:
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL:])
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """Everything in the store."""
-
-    runs: list[Run]
-    rollouts: list[Rollout]
-    attempts: list[Attempt]
-    calls: list[Call]
-    training_records: list[TrainingRecord]
 
 
 TRAINER = "trainer"
@@ -228,16 +214,7 @@ class TinyRun:
         return [entry[what] for entry in self.noted() if what in entry]
 
     def recorded(self) -> Recorded:
-        """The store's records now, whoever else has it open."""
-
-        async def read() -> Recorded:
-            async with SqliteStore(self.store, read_only=True) as store:
-                runs, rollouts = await store.runs(), await store.rollouts()
-                attempts = [attempt for rollout in rollouts for attempt in await store.attempts(rollout.id)]
-                keys = [attempt.key for attempt in attempts]
-                return Recorded(runs, rollouts, attempts, await store.calls(keys), await store.training_records(keys))
-
-        return asyncio.run(read())
+        return read_store(self.store)
 
     def summary(self) -> dict[str, Any]:
         summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())

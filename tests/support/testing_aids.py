@@ -18,13 +18,14 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from agl_core.store import Record
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.types import Episode
+from agl_core.types import Attempt, Call, Episode, Rollout, Run, TrainingRecord
 from agl_server.store.sqlite import SqliteStore
 
 if TYPE_CHECKING:  # Oracles are compared where no client is installed.
@@ -150,6 +151,30 @@ def run_python(program: str, **options: Any) -> None:
     command = [sys.executable, "-c", textwrap.dedent(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, done.stderr
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What is in a store."""
+
+    runs: list[Run]
+    rollouts: list[Rollout]
+    attempts: list[Attempt]
+    calls: list[Call]
+    training_records: list[TrainingRecord]
+
+
+def read_store(path: Path) -> Recorded:
+    """Everything in a store now, whoever else has it open; where no event loop runs."""
+
+    async def read() -> Recorded:
+        async with SqliteStore(path, read_only=True) as store:
+            runs, rollouts = await store.runs(), await store.rollouts()
+            attempts = await store.attempts(*(rollout.id for rollout in rollouts))
+            keys = [attempt.key for attempt in attempts]
+            return Recorded(runs, rollouts, attempts, await store.calls(keys), await store.training_records(keys))
+
+    return asyncio.run(read())
 
 
 def write_store(path: Path, *records: Record) -> None:

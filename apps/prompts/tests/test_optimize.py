@@ -6,7 +6,6 @@ adds one word to the prompt that it is shown.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import signal
@@ -23,11 +22,11 @@ from typing import Any
 import pytest
 import tomli_w
 from agl_command import Agl, agl_in_process, working_folder  # noqa: F401
+from testing_aids import Recorded, read_store
 
 from agl_core.testing.scripts import Fail, Received, Say, Step
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import AttemptKey, Ending, Rollout
-from agl_server.reading.runs import open_store
+from agl_core.types import Ending, Rollout
 
 WORDS = ("carefully", "in", "digits")
 SERVERS = ("proposer", "upstream")
@@ -109,12 +108,10 @@ class World:
 
     def rollouts(self) -> list[Rollout]:
         """Those of the run that were not broken off."""
+        return [r for r in self.recorded().rollouts if r.ending is Ending.FINISHED]
 
-        async def read() -> list[Rollout]:
-            async with open_store(self.folder / "runs" / "better", read_only=True) as store:
-                return await store.rollouts()
-
-        return [r for r in asyncio.run(read()) if r.ending is Ending.FINISHED]
+    def recorded(self) -> Recorded:
+        return read_store(self.folder / "runs" / "better" / "store.sqlite")
 
 
 @pytest.fixture
@@ -187,18 +184,9 @@ def test_the_record_has_the_prompt_that_the_model_got(world: World, agl: Agl) ->
     world.write(agent={"entry": "adder:unaware"}, prompts={"system": {"replace": "Answer."}})
     assert agl("optimize", "better.toml").returncode == 0
 
-    async def recorded() -> set[str]:
-        async with open_store(world.folder / "runs" / "better", read_only=True) as store:
-            rollouts = await store.rollouts()
-            calls = await store.calls(AttemptKey(r.id, 0) for r in rollouts)
-            return {call.request["messages"][0]["content"] for call in calls}
-
+    recorded = {call.request["messages"][0]["content"] for call in world.recorded().calls}
     sent = {str(r.items[0]["content"]) for r in world.model.received if r.items[0]["role"] == "system"}
-    assert (
-        asyncio.run(recorded())
-        == sent
-        > {"Today is Monday. Answer. Be kind.", "Today is Monday. Answer. carefully Be kind."}
-    )
+    assert recorded == sent > {"Today is Monday. Answer. Be kind.", "Today is Monday. Answer. carefully Be kind."}
 
 
 def test_the_budget_is_kept(world: World, agl: Agl) -> None:

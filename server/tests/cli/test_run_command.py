@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 from running_servers import run_worker
+from testing_aids import read_store
 from typer.testing import CliRunner
 
 from agl_core.capture.attaching import SITE
@@ -20,9 +20,8 @@ from agl_core.cli import app
 from agl_core.errors import ConfigError
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.types import AttemptKey, Ending, Mode, Task
+from agl_core.types import Ending, Mode, Task
 from agl_core.wire import WORKER_KEY
-from agl_server.store.sqlite import SqliteStore
 from agl_server.testing import running_stack
 
 from .run_stack import Bench
@@ -229,14 +228,9 @@ def test_a_name_collects_recordings(running: Bench) -> None:
     arguments = ("--upstream", running.upstream.url, "--name", "up", "--", sys.executable, "agent.py")
     assert [running.agl("run", *arguments, word).returncode for word in ("first", "second")] == [0, 0]
 
-    async def recordings() -> list[tuple[int, str]]:
-        async with SqliteStore(running.folder / "runs" / "up" / "store.sqlite", read_only=True) as store:
-            rollouts = await store.rollouts()
-            calls = [await store.calls([AttemptKey(rollout.id, 0)]) for rollout in rollouts]
-            texts = [call.request["messages"][0]["content"] for [call] in calls]
-            return list(zip((rollout.restart for rollout in rollouts), texts, strict=True))
-
-    assert asyncio.run(recordings()) == [(0, "first"), (1, "second")]
+    recorded = read_store(running.folder / "runs" / "up" / "store.sqlite")
+    assert [rollout.restart for rollout in recorded.rollouts] == [0, 1]
+    assert [call.request["messages"][0]["content"] for call in recorded.calls] == ["first", "second"]
     assert [path.name for path in (running.folder / "runs").iterdir()] == ["up"]
 
     result = running.agl("run", *[argument if argument != "up" else "../runs/up" for argument in arguments], "third")

@@ -9,12 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
+from agl_core.capture.requests import HEADER_RETRIES
 from agl_core.errors import StoreError
-from agl_core.learning.transitions import build_episode
+from agl_core.learning.transitions import build_episode, counted_calls
 from agl_core.testing.scripts import Hold, Say
 from agl_core.types import AttemptKey, Ending, Mode, RolloutState
 from agl_online import session as of_session
-from agl_online.wire import Purpose
+from agl_online.wire import HEADER_SESSION, Purpose
 from agl_server.testing import until
 
 from .deployed import Deployed, deployed
@@ -126,6 +127,29 @@ async def test_open_sessions_are_taken_up_by_the_next_server(tmp_path: Path) -> 
         assert [call.sequence for call in calls if call.rollout == by_name["talk"].id] == [0, 1]
         assert [call.sequence for call in calls if call.rollout == begun["session"]] == [0]
         assert (await use.say(call=ended, rewards={"thumbs": 1})).status_code == 200
+
+
+@pytest.mark.parametrize(("tries", "counted"), [("01", [1]), ("012", [2]), ("00", [0, 1]), ("001", [0, 2])])
+async def test_a_call_that_is_tried_again_at_the_next_server_counts_once(
+    tmp_path: Path, tries: str, counted: list[int]
+) -> None:
+    """Its client numbers the tries, and goes on from the last reply; each of the equal requests meets a new server."""
+    replies = []
+    for number in tries:
+        async with deployed(tmp_path) as use:
+            headers = {
+                "Authorization": f"Bearer {use.keys.of(Purpose.APPLICATION, 'shop')}",
+                HEADER_SESSION: "talk",
+                HEADER_RETRIES: number,
+            }
+            body = {"model": "default", "messages": [{"role": "user", "content": "once"}]}
+            reply = await use.http.post(f"{use.server.base_url}/v1/chat/completions", json=body, headers=headers)
+            replies.append(reply.json()["id"])
+            [session], calls = await use.sessions(), await use.calls()
+            [attempt] = await use.store.attempts(session.id)
+    assert [call.id for call in counted_calls(attempt, calls)] == [replies[place] for place in counted]
+    assert [call.id for call in calls] == replies, "what was sampled before stays on record"
+    assert len({call.sequence for call in calls}) == tries.count("0")
 
 
 async def test_sessions_are_no_affair_of_trainers_and_workers(use: Deployed) -> None:

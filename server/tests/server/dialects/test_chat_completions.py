@@ -72,21 +72,6 @@ async def test_completions_have_logprobs_in_the_older_shape(stack: Stack) -> Non
         assert [value for part in carried if part for value in part[name]] == values
 
 
-async def test_several_choices_are_all_recorded(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.upstream.script(*[Say("x")] * 2)
-    reply = await stack.client(key).chat.completions.create(**GOOD, n=3)
-    assert [choice.message.content for choice in reply.choices] == ["x", "x (1)", "x (2)"]
-    (call,) = await stack.calls(key)
-    assert [c.response_ids.tolist() for c in call.choices if c.response_ids is not None] == [
-        as_ids(text) for text in ("x", "x (1)", "x (2)")
-    ]
-    texts = ["", "", ""]
-    async for chunk in await stack.client(key).chat.completions.create(**GOOD, n=3, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert texts == ["x", "x (1)", "x (2)"]
-
-
 async def test_the_version_is_the_engines_the_headers_or_the_trainers(stack: Stack) -> None:
     key = await stack.lease()
     client = stack.client(key)
@@ -166,7 +151,9 @@ async def last_event(stack: Stack, key: AttemptKey) -> None:
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
-async def test_token_ids_and_the_prompts_logprobs_are_returned_if_they_are_asked_for(stack: Stack, route: str) -> None:
+async def test_each_choice_has_its_text_and_the_ids_and_prompt_logprobs_that_are_asked_for(
+    stack: Stack, route: str
+) -> None:
     key, chat = await stack.lease(), route == "chat/completions"
     stack.upstream.more = {"prompt_logprobs": [None, {"7": {"logprob": -0.5}}]}
     request = {**SMALLEST[route], "n": 2, "return_token_ids": True}
@@ -178,13 +165,17 @@ async def test_token_ids_and_the_prompts_logprobs_are_returned_if_they_are_asked
     for choice, recorded in zip(body["choices"], first.choices, strict=True):
         of_prompt = body if chat else choice
         assert choice["token_ids"] == recorded.response_ids.tolist()
+        assert (choice["message"]["content"] if chat else choice["text"]) == recorded.message["content"]
         assert of_prompt["prompt_token_ids"] == first.prompt_ids.tolist()
         assert of_prompt["prompt_logprobs"] == stack.upstream.more["prompt_logprobs"]
     assert stack.upstream.received[0].body["prompt_logprobs"] == 1
+    assert len({choice.message["content"] for choice in (*first.choices, *second.choices)}) == 2
     chunks = chunks_of(streamed.text)
     for index, recorded in enumerate(second.choices):
         of_choice = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         assert [token for part in of_choice for token in part.get("token_ids", ())] == recorded.response_ids.tolist()
+        texts = [part["delta"].get("content") if chat else part["text"] for part in of_choice]
+        assert "".join(filter(None, texts)) == recorded.message["content"]
     assert (chunks[0] if chat else chunks[0]["choices"][0])["prompt_token_ids"] == first.prompt_ids.tolist()
     assert (stream_of_prompt.status_code, stream_of_prompt.json()["error"]["param"]) == (400, "prompt_logprobs")
 

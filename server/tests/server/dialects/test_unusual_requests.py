@@ -31,17 +31,6 @@ PDF = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
 USES_CUSTOM = reply({"role": "assistant", "content": None, "tool_calls": [CALLED]})
 
 
-async def test_a_summary_of_reasoning_is_not_required(stack: Stack) -> None:
-    key = await stack.lease()
-    response = await stack.client(key).responses.create(
-        **REQUEST, reasoning={"effort": "low", "summary": "auto"}, include=["reasoning.encrypted_content"], store=False
-    )
-    assert response.output_text
-    (received,) = stack.upstream.received
-    assert received.body["reasoning_effort"] == "low"
-    assert not {"reasoning", "include", "store"} & set(received.body)
-
-
 async def test_hosted_tools_are_the_model_servers_affair(stack: Stack) -> None:
     key = await stack.lease()
     client = stack.client(key)
