@@ -149,7 +149,7 @@ newest_in = { test -x $(1)/bin/pip || $(PYTHON) -m venv $(1); } && \
 say_failed = test -z "$$failed" || { echo "It does not pass: $$failed" >&2; exit 1; }
 
 oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL themselves, and train on exported data in TRL
-	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py tests/oracles/live_exports.py tests/oracles/live_continuity.py
+	@$(ORACLES)/bin/python -m pytest tests/oracles/live_oracles.py tests/oracles/live_exports.py
 
 trackers: $(TRACKERS)/.installed ## Test the trackers with W&B and MLflow themselves, and a real MLflow server
 	@$(TRACKERS)/bin/python -m pytest server/tests/trackers

@@ -1,4 +1,4 @@
-"""The server's benchmark runs, and tables are written where they belong."""
+"""The benchmarks run, and their tables are written where they belong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from .tables import replaced
+from . import judging
+from .tables import DOCS, replaced
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -40,6 +41,12 @@ def test_a_script_replaces_its_own_section_of_a_page_even_if_it_is_empty() -> No
     page = "<!-- written by {} -->\n{}<!-- to here -->\n"
     empty, other = page.format("a", ""), page.format("b", "old\n")
     assert replaced(empty + other, "a", "new") == page.format("a", "new\n") + other
+
+
+async def test_the_page_on_rewards_shows_the_figures_of_judges() -> None:
+    page = (DOCS / judging.PAGE).read_text()
+    written = replaced(page, "tests/benchmarks/judging.py", f"\n{await judging.figures()}\n")
+    assert written == page, "python -m tests.benchmarks.judging --write"
 
 
 @pytest.mark.storm

@@ -1,6 +1,6 @@
-"""agl against the real functions of veRL and TRL on batches that nobody has seen; `make oracles` runs this.
+"""agl against veRL and TRL themselves: their functions on batches that nobody has seen, the chat templates TRL keeps.
 
-Not collected by `make test`, whose environment has neither library.
+`make oracles` runs this, and not `make test`, whose environment has neither library.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from . import oracle_fixture
+from . import continuity, oracle_fixture
 from .oracle_cases import Case, check, every_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
@@ -32,3 +32,7 @@ def test_the_committed_fixture_is_what_the_oracles_say() -> None:
     assert committed.outputs.keys() == now.outputs.keys()
     for key, outputs in now.outputs.items():
         torch.testing.assert_close(dict(committed.outputs[key]), dict(outputs), rtol=1e-9, atol=1e-9)
+
+
+def test_the_page_on_continuity_is_what_the_templates_give() -> None:
+    assert continuity.PAGE.read_text() == continuity.page()
