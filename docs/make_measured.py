@@ -1,4 +1,4 @@
-"""Makes the runs that docs/comparison.md or docs/experiments.md are about, and writes the page.
+"""Makes the runs that docs/experiments.md is about, and writes its tables.
 
     python docs/make_measured.py comparison                # what is missing in docs/comparison.json, then the page
     python docs/make_measured.py comparison --only trip    # runs whose name begins so
@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
 
@@ -43,21 +43,13 @@ def held_out(when: str, mode: str) -> Callable[[Result], float]:
     return value
 
 
-def seeds_run(runs: Sequence[Result]) -> str:
-    return str(len(runs))
-
-
 LEARNING: dict[str, Cell] = {
-    "seeds": seeds_run,
-    "before, sampled": spread(held_out("before", "sampled")),
-    "after, greedy": spread(held_out("after", "greedy")),
     "after, sampled": spread(held_out("after", "sampled")),
     "while training": spread(lambda run: statistics.mean(run["train_rewards"])),
-    "CPU seconds a run": average(lambda run: run["cpu_seconds"]),
 }
 
 
-# docs/comparison.md: every algorithm with every credit rule.
+# Every algorithm with every credit rule.
 
 ALGORITHMS = ("grpo", "ppo", "reinforce++")
 CREDIT = ("identical", "discounted", "air", "stepwise", "immediate")
@@ -94,8 +86,6 @@ ABLATION: dict[str, tuple[str, ...]] = {
     "grpo × stepwise, KL with β = 0.04": ("credit.name=stepwise", KL),
 }
 """Changes to the trip example, one thing or two at a time; those that are pairs too are run once."""
-THRESHOLDS = (0.77, 0.90)
-WINDOW = 3
 
 
 def compared() -> Iterator[Experiment]:
@@ -112,46 +102,16 @@ def memory_first(run: Path) -> Result:
     return {"memory_first": shares[-1][1]} if shares else {}
 
 
-def steps_to(rewards: Sequence[float], threshold: float) -> int | None:
-    """The first step whose training reward, the mean of it and the `WINDOW` - 1 before it, reaches the threshold.
-
-    >>> steps_to([0.5, 0.8, 0.8, 0.8], 0.77), steps_to([0.5, 0.5, 0.5], 0.77)
-    (4, None)
-    """
-    for end in range(WINDOW, len(rewards) + 1):
-        if statistics.mean(rewards[end - WINDOW : end]) >= threshold:
-            return end
-    return None
-
-
-def median_steps(threshold: float, cost: Callable[[Result, int], float] = lambda run, step: step) -> Cell:
-    """The steps that it takes to reach the threshold, or what as many cost."""
-
-    def cell(runs: Sequence[Result]) -> str:
-        steps = [steps_to(run["train_rewards"], threshold) for run in runs]
-        reached = [cost(run, step) for run, step in zip(runs, steps, strict=True) if step is not None]
-        if len(reached) < len(runs):
-            return f"{len(reached)} of {len(runs)} runs" if reached else "never"
-        return f"{statistics.median(reached):g}"
-
-    return cell
-
-
 def comparison() -> Iterator[str]:
-    """All of docs/comparison.md that is measured."""
-    memory = {"memory first": spread(lambda run: run["memory_first"])}
-    steps = {f"steps to {threshold:.2f}": median_steps(threshold) for threshold in THRESHOLDS}
-    for title, example, labels in (
-        ("trip: every algorithm with every credit rule", "trip", PAIRS),
-        ("trip: what helps, with GRPO", "trip", ABLATION),
-        ("calc: every algorithm with every credit rule", "calc", PAIRS),
-    ):
-        rows = {label: runs_of(COMPARED, compared, f"{example}/{label}") for label in labels}
-        columns = {**LEARNING, **(memory if example == "trip" else {}), **steps}
-        yield from (f"## {title}", "", *table("run", rows, columns), "")
+    """Every pair on both examples; the single changes to trip are in the JSON alone."""
+    yield f"| pair | {' | '.join(f'{example}: {column}' for example in CAPPED for column in LEARNING)} |"
+    yield "|---" * (len(CAPPED) * len(LEARNING) + 1) + "|"
+    for pair in PAIRS:
+        runs = [runs_of(COMPARED, compared, f"{example}/{pair}") for example in CAPPED]
+        yield f"| {pair} | {' | '.join(cell(of_pair) for of_pair in runs for cell in LEARNING.values())} |"
 
 
-# docs/experiments.md: what each contribution is worth.
+# What each contribution is worth.
 
 OF_BED: dict[Bed, Sequence[str]] = {
     Bed.ADDITIVE: ("identical", "immediate", "stepwise", "reward-to-go"),
@@ -180,14 +140,6 @@ ONE_SEQUENCE = "all three, one sequence"
 CONCATENATED = ('plugins=["sql_tasks.py", "../../docs/concatenated.py"]', "train.serving_gap=1")
 """Without the second, training stops: the probabilities of tokens are not those with which they were sampled."""
 
-EFFICIENCY: dict[str, Cell] = {
-    "seeds": seeds_run,
-    "calls a rollout": spread(lambda run: training_calls(run) / sum(run["rollouts"].values()), 2),
-    "trained on": spread(lambda run: run["transitions"]["kept"] / sum(run["rollouts"].values()), 2),
-    "reward gained, sampled": spread(lambda run: gain(run)),
-    "gained per 1,000 calls of training": spread(lambda run: 1000 * gain(run) / training_calls(run)),
-}
-
 REFILL = {
     "no": ("train.refill=0",),
     "yes": ("train.refill=8",),
@@ -200,15 +152,9 @@ REFILLED = {
 }
 
 REFILL_COSTS: dict[str, Cell] = {
-    "seeds": seeds_run,
     "rollouts": average(lambda run: sum(run["step_rollouts"])),
-    "after, greedy": spread(held_out("after", "greedy")),
-    "after, sampled": spread(held_out("after", "sampled")),
-    "while training": spread(lambda run: statistics.mean(run["train_rewards"])),
-    "rollouts to 0.60": median_steps(0.60, lambda run, step: sum(run["step_rollouts"][:step])),
-    "CPU seconds a run": average(lambda run: run["cpu_seconds"]),
+    **LEARNING,
     "gained per 1,000 rollouts": spread(lambda run: 1000 * gain(run) / sum(run["step_rollouts"])),
-    "gained per CPU minute": spread(lambda run: 60 * gain(run) / run["cpu_seconds"]),
 }
 
 TEACHER = EXAMPLES.parent / "runs" / "calc-teacher"
@@ -272,47 +218,33 @@ def gain(run: Result) -> float:
     return held_out("after", "sampled")(run) - held_out("before", "sampled")(run)
 
 
-def training_calls(run: Result) -> int:
-    calls: int = run["transitions"]["kept"] + sum(run["transitions"]["dropped"].values())
-    return calls
+def agreement(label: str) -> Cell:
+    """All runs of a bed begin with the same policy, so each is a measurement of every rule."""
 
+    def cell(of_bed: Sequence[Result]) -> str:
+        known = [run["correlations"] for run in of_bed if label in run["correlations"]]
+        return spread(itemgetter(label), 2)(known)
 
-def agreement() -> Iterator[str]:
-    """One row per rule, one column per bed: all runs of a bed begin with the same policy, so each is a measurement."""
-    correlations = {
-        bed: [run["correlations"] for run in runs_of(MEASURED, measured, f"beds/{bed}") if run["correlations"]]
-        for bed in OF_BED
-    }
-    yield f"| credit | {' | '.join(f'{bed} ({len(of_bed)} first steps)' for bed, of_bed in correlations.items())} |"
-    yield "|---" * (len(correlations) + 1) + "|"
-    for label in RULES:
-        known = ([by_rule for by_rule in of_bed if label in by_rule] for of_bed in correlations.values())
-        cells = (spread(itemgetter(label))(of_rule) if of_rule else "" for of_rule in known)
-        yield f"| {label} | {' | '.join(cells)} |"
-
-
-def took(runs: Sequence[Result]) -> str:
-    return f"{len(runs)} runs, {sum(run['cpu_seconds'] for run in runs) / 60:.0f} minutes of one core."
+    return cell
 
 
 def experiments() -> Iterator[str]:
-    """All of docs/experiments.md that is measured."""
-    of_sql = {label: runs_of(MEASURED, measured, f"sql/{label}") for label in (*TRAINED, ONE_SEQUENCE)}
-    rows = {label: of_sql[label] for label in (ALL_THREE, ONE_SEQUENCE)}
-    yield from ("## Transitions: what the policy of sql learns", "", *table("trained", rows, LEARNING), "")
-    yield from ("## Credit: how well it agrees with the truth", "", *agreement(), "")
+    """All other tables."""
+    yield from ("| bed | credit | agrees with the truth | after, sampled | while training |", "|---|---|---|---|---|")
     for bed, labels in OF_BED.items():
-        rows = {shown(bed, label): runs_of(MEASURED, measured, f"beds/{bed}/{label}") for label in labels}
-        runs = runs_of(MEASURED, measured, f"beds/{bed}")
-        yield from (f"## Credit: what the policy learns, {bed}", "", took(runs), "")
-        yield from (*table("credit", rows, LEARNING), "")
-    selective = {label: of_sql[label] for label in TRAINED}
-    yield from ("## Selective training: which agents of sql learn", "", took(list(chain(*selective.values()))), "")
-    yield from (*table("trained", selective, LEARNING), "")
-    yield from ("## Data efficiency: transitions and reward of sql", "", *table("run", selective, EFFICIENCY), "")
-    for example in REFILLED:
-        rows = {label: runs_of(MEASURED, measured, f"{example}/refill/{label}") for label in REFILL}
-        yield from (f"## Groups without contrast replaced: {example}", "", *table("replaced", rows, REFILL_COSTS), "")
+        of_bed = runs_of(MEASURED, measured, f"beds/{bed}")
+        for label in labels:
+            runs = runs_of(MEASURED, measured, f"beds/{bed}/{label}")
+            cells = [agreement(label)(of_bed), *(cell(runs) for cell in LEARNING.values())]
+            yield f"| {bed} | {shown(bed, label)} | {' | '.join(cells)} |"
+    rows = {label: runs_of(MEASURED, measured, f"sql/{label}") for label in (*TRAINED, ONE_SEQUENCE)}
+    yield from ("", *table("sql, trained", rows, LEARNING), "")
+    refilled = {
+        f"{example}, {label}": runs_of(MEASURED, measured, f"{example}/refill/{label}")
+        for example in REFILLED
+        for label in REFILL
+    }
+    yield from (*table("groups without contrast replaced", refilled, REFILL_COSTS), "")
     yield from distillation()
 
 
@@ -321,23 +253,13 @@ def distillation() -> Iterator[str]:
     teachers = runs_of(MEASURED, measured, "calc/distillation/teacher")
     score = held_out("after", "sampled")(teachers[0]) if teachers else 1.0
     columns: dict[str, Cell] = {
-        "seeds": seeds_run,
         "rollouts": average(lambda run: sum(run["step_rollouts"])),
-        **{f"to {share:.0%} of the teacher's score": rollouts_to(share * score) for share in (0.5, 0.75, 0.9)},
-        "after, sampled": spread(held_out("after", "sampled")),
-        "CPU seconds a run": average(lambda run: run["cpu_seconds"]),
+        "of them to 90% of the teacher's score, by seed": rollouts_to(0.9 * score),
+        "after, sampled": LEARNING["after, sampled"],
     }
     rows = {"grpo, 8 groups of 8 a step": runs_of(MEASURED, measured, "calc/refill/no")}
     rows |= {label: runs_of(MEASURED, measured, f"calc/distillation/{label}") for label in DISTILLED}
-    yield from (f"## Distillation: calc, with a teacher that has {score:.2f} sampled", "")
-    yield from (*table("algorithm", rows, columns), "")
-    ends = (96, 160, 224, 288, 320)
-    while_training = {
-        f"after {end}": spread(lambda run, end=end: averages(run)[end])  # type: ignore[misc]
-        for end in ends
-    }
-    new = {label: rows[label] for label in DISTILLED}
-    yield from (*table(f"mean reward of {AVERAGED} rollouts", new, while_training), "")
+    yield from table(f"calc, with a teacher that has {score:.2f}", rows, columns)
 
 
 AVERAGED = 96
@@ -365,7 +287,7 @@ def shown(bed: Bed, rule: str) -> str:
     return LAST_ONLY if rule == "immediate" and bed is not Bed.ADDITIVE else rule
 
 
-# Both pages.
+# The page.
 
 
 def runs_of(results: Results, runs: Callable[[], Iterator[Experiment]], name: str) -> list[Result]:
@@ -374,36 +296,37 @@ def runs_of(results: Results, runs: Callable[[], Iterator[Experiment]], name: st
 
 
 @dataclass(frozen=True)
-class Page:
-    """A page: its results, the runs that it is about, and its tables."""
+class Part:
+    """A part of the page: its results, the runs that it is about, and its tables."""
 
     results: Results
     runs: Callable[[], Iterator[Experiment]]
     tables: Callable[[], Iterator[str]]
 
-    def write(self) -> None:
+    def write(self, name: str) -> None:
         """Write the tables anew."""
-        page, tables = self.results.file.with_suffix(".md"), "\n".join(self.tables()).rstrip()
-        page.write_text(replaced(page.read_text(), "docs/make_measured.py", f"\n{tables}\n"))
+        page = Path(__file__).with_name("experiments.md")
+        section, tables = f"docs/make_measured.py, {name}", "\n".join(self.tables()).rstrip()
+        page.write_text(replaced(page.read_text(), section, f"\n{tables}\n"))
 
 
-PAGES: Mapping[str, Page] = {
-    "comparison": Page(COMPARED, compared, comparison),
-    "experiments": Page(MEASURED, measured, experiments),
+PARTS: Mapping[str, Part] = {
+    "comparison": Part(COMPARED, compared, comparison),
+    "experiments": Part(MEASURED, measured, experiments),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", choices=PAGES)
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further run after so long")
     parser.add_argument("--only", default="", help="runs whose name begins so, for instance 'trip/ppo'")
     parser.add_argument("--write", action="store_true", help="write the page from the results there are")
     options = parser.parse_args()
-    page = PAGES[options.page]
+    part = PARTS[options.part]
     if not options.write:
-        page.results.complete([run for run in page.runs() if run.name.startswith(options.only)], options.minutes)
-    page.write()
+        part.results.complete([run for run in part.runs() if run.name.startswith(options.only)], options.minutes)
+    part.write(options.part)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class TrainSection(Section):
     """Bit-exact repetition and resuming, at a cost in speed."""
     patience: int = Field(2, ge=0)
     """Training stops with an error after this many steps in a row with nothing to train on, none for a reason that goes
-    away by itself (docs/bad-input.md); 0: it never stops, and has no first look at the agent."""
+    away by itself (docs/faults.md); 0: it never stops, and has no first look at the agent."""
     stop: StopSection = StopSection()
     serving_gap: float = Field(0.2, gt=0, le=1)
     """Training stops with an error after a step in which the probabilities of tokens, where they were sampled and in

@@ -301,7 +301,7 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
     ),
     AlarmName.BROKEN_PREFIXES: AlarmFacts(
         "The policy sees its earlier replies with other tokens than it sampled, and prefixes are computed again.",
-        "Have the agent send its replies back as it got them, without rewriting or trimming; see docs/bad-input.md.",
+        "Have the agent send its replies back as it got them, without rewriting or trimming; see docs/faults.md.",
         average(0.1, "{} of the responses have a broken prefix before them", "calls/prefix_broken", per=_responses),
     ),
     AlarmName.STALE: AlarmFacts(

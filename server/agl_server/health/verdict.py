@@ -329,7 +329,7 @@ def check_patience(step: int, steps: Sequence[Numbers], patience: int) -> None:
     which = f"step {step}" if patience == 1 else f"steps {step - patience + 1} to {step}"
     raise TrainingError(
         f"There was nothing to train on in {which}: {', '.join(f'{count} {reason}' for reason, count in most)}. "
-        f"{REMEDIES.get(most[0][0], '')} See docs/bad-input.md. The run can be "
+        f"{REMEDIES.get(most[0][0], '')} See docs/faults.md. The run can be "
         f"resumed; train.patience = N lets N such steps pass, 0 any number."
     )
 
