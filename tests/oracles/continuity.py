@@ -1,6 +1,6 @@
 """Conversations by the chat templates of model families: how much of the prompts is carried over, as it was sampled.
 
-    .venv-oracles/bin/python -m tests.oracles.continuity    # writes docs/continuity.md
+    .venv-oracles/bin/python -m tests.oracles.continuity    # writes docs/templates.json and docs/exactness.md
 
 The templates are those that TRL keeps of each family, byte for byte; two are written here. Responses are sampled one
 character a token, as no tokenizer would write them: what is tokenised again cannot pass for what was sampled.
@@ -37,7 +37,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "algorithms" / "chat" / "tests"))
 from parser_cases import WRITERS  # noqa: E402
 
-PAGE = ROOT / "docs" / "continuity.md"
+PAGE = ROOT / "docs" / "exactness.md"
+DATA = ROOT / "docs" / "templates.json"
 
 MISTRAL = """\
 {%- set ask = namespace(last=-1) %}
@@ -369,14 +370,33 @@ def play(family: Family, conversation: Callable[[Agent], None]) -> str:
     return f"{agent.carried / agent.tokens:.0%}{causes}"
 
 
-def page() -> str:
-    """The page with its list of conversations and its table written anew."""
-    listed = "".join(f"{number}. {conversation.__doc__}\n" for number, conversation in enumerate(CONVERSATIONS, 1))
-    cells = (" | ".join([f.name, *(play(f, conversation) for conversation in CONVERSATIONS)]) for f in families())
-    head = " | ".join(["template", *map(str, range(1, len(CONVERSATIONS) + 1))])
-    text = f"\n{listed}\n{table(head, cells)}\n\nTemplates of TRL {version('trl')}.\n"
+SHOWN = {"four questions": questions, "a loop of tools": tool_loop, "tools, then questions": tools_and_questions}
+"""The columns of the page: the others follow from these, or break with every template."""
+
+
+def played() -> dict[str, dict[str, str]]:
+    """Every cell, by template and conversation."""
+    return {
+        family.name: {str(conversation.__doc__): play(family, conversation) for conversation in CONVERSATIONS}
+        for family in families()
+    }
+
+
+def data(cells: dict[str, dict[str, str]]) -> str:
+    return json.dumps(cells, indent=1, ensure_ascii=False) + "\n"
+
+
+def page(cells: dict[str, dict[str, str]]) -> str:
+    """The page with its table written anew."""
+    rows = (
+        " | ".join([name, *(of_template[str(conversation.__doc__)] for conversation in SHOWN.values())])
+        for name, of_template in cells.items()
+    )
+    text = f"\n{table(' | '.join(['template', *SHOWN]), rows)}\n\nTemplates of TRL {version('trl')}.\n"
     return replaced(PAGE.read_text(), "tests/oracles/continuity.py", text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    cells = played()
+    DATA.write_text(data(cells))
+    PAGE.write_text(page(cells))

@@ -1,11 +1,11 @@
 """The cases in which the two engines are compared, and the measure of how close they come.
 
-`python -m algorithms.verl.tests.parity`, in the environment of `make test-verl`, writes the first two tables of
-docs/verl-parity.md.
+`python -m algorithms.verl.tests.parity`, in the environment of `make test-verl`, writes docs/parity.json.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +89,7 @@ class Distance:
 
     @property
     def within(self) -> bool:
-        """True if they are the same updates: the limits of docs/verl-parity.md."""
+        """True if they are the same updates: the limits of docs/exactness.md."""
         close = self.advantages <= 1e-6 and self.weights <= 1e-6 and self.loss <= 1e-5
         alike = self.cosine >= 0.9999 and self.norm <= 1e-3 and self.metrics <= 1e-3
         return close and alike and self.logprobs <= 1e-5 and self.same_dropped
@@ -165,23 +165,20 @@ def _cosine(a: Tensor, b: Tensor) -> float:
 
 
 def main() -> None:
-    """Write the rows of the page's tables, below those with the limits."""
-    tables = [
-        [_row(name, measure(POLICY, case)) for name, case in CASES.items()] for measure in (distance, distance_of_rows)
-    ]
-    page = ROOT / "docs" / "verl-parity.md"
-    lines = page.read_text(encoding="utf-8").splitlines()
-    limits = [number for number, line in enumerate(lines, 1) if line.startswith("| *limit* |")]
-    for start, rows in reversed([*zip(limits, tables, strict=True)]):
-        lines[start : lines.index("", start)] = rows
-    page.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    measures = {"both engines": distance, "a row for each call, and for a conversation": distance_of_rows}
+    found = {
+        compared: {name: _figures(name, measure(POLICY, case)) for name, case in CASES.items()}
+        for compared, measure in measures.items()
+    }
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    (ROOT / "docs" / "parity.json").write_text(f"{text}\n", encoding="utf-8")
 
 
-def _row(name: str, distance: Distance) -> str:
+def _figures(name: str, distance: Distance) -> dict[str, float]:
     if not distance.within:
         raise SystemExit(f"{name}: these are different updates: {distance}")
-    sizes = f"{distance.advantages:.1e} | {distance.loss:.1e} | {distance.metrics:.1e}"
-    return f"| {name} | {sizes} | 1 - {1 - distance.cosine:.1e} | {distance.norm:.1e} |"
+    figures = {key: getattr(distance, key) for key in ("advantages", "loss", "metrics", "norm")}
+    return {key: float(f"{value:.1e}") for key, value in (figures | {"1 - cosine": 1 - distance.cosine}).items()}
 
 
 if __name__ == "__main__":
