@@ -5,7 +5,7 @@
 prints six tables: agents' calls, calls that stream, calls with ever longer prompts, calls of unmodified agents, calls
 with ever more in the store, and rollouts. The server has one core, the client and a scripted upstream share another
 one; everything is written to a store on disk as in training. Needs a quiet machine; takes about six minutes. `--only
-calls` makes one table, `--quick` only shows that it works, `--write` puts the tables into docs/server-performance.md.
+calls` makes one table, `--quick` only shows that it works, `--write` puts the tables into docs/performance.md.
 It fails as soon as a request gets an error.
 
     python tests/benchmarks/server_speed.py --against FOLDER
@@ -431,7 +431,7 @@ def main() -> None:
         print(f"{tables[-1]}\n", flush=True)
     if options.write:
         heading = f"Measured {datetime.date.today():%B %Y} on: {machine()}"
-        write("server-performance.md", Path(__file__).name, "\n\n".join([heading, *tables]))
+        write("performance.md", Path(__file__).name, "\n\n".join([heading, *tables]))
 
 
 if __name__ == "__main__":

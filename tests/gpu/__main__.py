@@ -1,4 +1,4 @@
-"""Check and measure the engines on one CUDA GPU, in ten minutes, with what is installed; see docs/gpu.md.
+"""Check and measure the engines on one CUDA GPU, in ten minutes, with what is installed; see docs/performance.md.
 
     python -m tests.gpu                # prints the figures in Markdown, each part's when it ends
     python -m tests.gpu --part speed   # one part; may be repeated

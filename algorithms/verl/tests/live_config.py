@@ -45,7 +45,7 @@ OVERRIDDEN = {
     "verl.utils.fsdp_utils:CPUOffloadPolicy": "",
     "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension": "update_weights_from_ipc _update_weights",
 }
-"""Names that are not veRL's public interface, and that this package overrides or replaces; the README's table."""
+"""Names that are not veRL's public interface, and that this package overrides or replaces."""
 CALC = Path(__file__).resolve().parents[3] / "examples" / "calc" / "train.toml"
 
 
