@@ -157,7 +157,7 @@ trackers: $(TRACKERS)/.installed ## Test the trackers with W&B and MLflow themse
 bench-server: install ## Measure the Lightning Server (five minutes, on a quiet machine); AGAINST=FOLDER compares with another checkout
 	@$(BIN)/python tests/benchmarks/server_speed.py $(if $(AGAINST),--against $(AGAINST))
 
-bench-capture: install ## Count what is captured of each framework (two minutes); writes the table of docs/capture.md
+bench-capture: install ## Count what is captured of each framework (two minutes); writes the table of docs/frameworks.md
 	@$(BIN)/python -m tests.benchmarks.capture
 
 # Nothing is installed for it: a GPU's machine has a torch of its own.

@@ -1,6 +1,6 @@
 """How much of what an agent does is captured, and what an adapter's tool results add to what the conversation shows.
 
-`make bench-capture` plays the scenarios of tests/conformance, counts, and writes the table of docs/capture.md.
+`make bench-capture` plays the scenarios of tests/conformance, counts, and writes the table of docs/frameworks.md.
 `python -m tests.benchmarks.capture MODULE:CLASS` plays one driver, in an environment of its framework.
 """
 
@@ -25,7 +25,7 @@ from ..conformance.playing import Performed, running_bench, tokens
 from ..conformance.scenarios import cells
 from ..support.testing_aids import fast_clients
 
-PAGE = Path(__file__).parents[2] / "docs" / "capture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 SHARES = dict.fromkeys(("calls", "exact tokens", "names"), "calls expected")
 SHARES |= dict.fromkeys(("joins", "status"), "results expected")
 COUNTS = ("false joins", "extra", "reported", "not shown", "other status", "other result")
@@ -103,7 +103,7 @@ async def play(driver: Driver) -> str:
                     played += 1
                     for performed in (await bench.perform(cell))[1]:
                         counts += await score(cell, performed)
-    shares = (f"{100 * counts[name] / max(counts[whole], 1):.4g} %" for name, whole in SHARES.items())
+    shares = (f"{100 * counts[name] / max(counts[whole], 1):.4g}%" for name, whole in SHARES.items())
     return f"| {driver.name} | {played} | {' | '.join((*shares, *(str(counts[name]) for name in COUNTS)))} |"
 
 
