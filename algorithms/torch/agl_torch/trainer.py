@@ -115,7 +115,7 @@ class PolicyTrainer:
         """Train on a batch; the version grows by one, also when nothing in the batch could be trained on.
 
         The same batch, weights and optimizer state give the same result. An optimizer step whose loss or gradient is
-        not finite is skipped and counted. docs/metrics.md has the metrics.
+        not finite is skipped and counted. docs/health.md has the metrics.
         """
         model, device = self._loaded.model, self._loaded.device
         models = [model for model in (self._loaded, teacher) if isinstance(model, LoadedModel)]

@@ -3,7 +3,7 @@
 The first rule that matches decides, and its name is kept with the tool result (`ToolResult.status_rule`). A reported
 failure counts: an exception, or a status "error". A reported success counts only if the tool's author set it, because
 frameworks call every tool that did not raise a "success". Otherwise the result decides. A framework's own words are
-rules of its adapter (`agl_core.adapter(…, status_rules=…)`). docs/tool-status.md has the table with examples.
+rules of its adapter (`agl_core.adapter(…, status_rules=…)`). docs/health.md has the table with examples.
 """
 
 from __future__ import annotations

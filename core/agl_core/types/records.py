@@ -230,7 +230,7 @@ class ToolResult:
     adapter: str | None = None
     """The adapter or instrumentation that saw it; None: the agent's own code, or the conversation."""
     status_rule: str | None = None
-    """The rule that decided the status (docs/tool-status.md), if one did."""
+    """The rule that decided the status (docs/health.md), if one did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from agl_core.learning.tool_results import CONTRADICTED, has_failed, tool_calls_
 from agl_core.types import AlarmName, DropReason, Ending, Episode, Source, ToolResult
 
 Numbers: TypeAlias = Mapping[str, float]
-"""The metrics of one training step (docs/metrics.md)."""
+"""The metrics of one training step (docs/health.md)."""
 
 FIRST = 5
 """The steps at the start of a run that later ones are compared with."""
