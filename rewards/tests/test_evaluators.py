@@ -1,4 +1,4 @@
-"""The stock evaluators and AIR: what they find in an episode, and how a run meets them; the README's own tables."""
+"""The stock evaluators and AIR: what they find in an episode, and how a run meets them; the tables of docs/rewards.md."""
 
 from __future__ import annotations
 
@@ -245,14 +245,14 @@ class TestAir:
                 make.rule(kinds.CREDIT, "air", alpha=wrong)
 
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 
 
 def configurations() -> list[dict[str, Any]]:
-    return [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", README.read_text(), re.DOTALL)]
+    return [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)]
 
 
-def test_every_reward_table_of_the_readme_is_valid(make: Any) -> None:
+def test_every_reward_table_of_the_page_is_valid(make: Any) -> None:
     tables = [table for c in configurations() for table in c.get("rewards", {}).items()]
     assert len(tables) >= 6
     for name, table in tables:
@@ -261,7 +261,7 @@ def test_every_reward_table_of_the_readme_is_valid(make: Any) -> None:
 
 
 def test_the_table_of_what_messages_are_read_as_is_right() -> None:
-    rows = dict(re.findall(r"^\| (.*?) \| (error|timeout|ok) \|$", README.read_text(), re.MULTILINE))
+    rows = dict(re.findall(r"^\| (.*?) \| (error|timeout|ok) \|$", PAGE.read_text(), re.MULTILINE))
     assert len(rows) == 4
     for row, status in rows.items():
         for text in re.findall(r"`([^`]+)`", row.partition("; but not")[0]):

@@ -27,7 +27,7 @@ from .tables import table, write
 GROUPS, MEMBERS = 200, 8
 SIZES = (1.0, 2.0, 4.0)
 """Of the error: a standard deviation, or the bonus of the first; in points of a scale from 0 to 10."""
-PAGE = "../rewards/README.md"
+PAGE = "rewards.md"
 
 ScriptedError: TypeAlias = Callable[[random.Random, int], Iterator[float]]
 """What a judge adds to the worth of each of so many rollouts, in the order in which one call shows them."""
