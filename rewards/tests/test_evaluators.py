@@ -1,4 +1,4 @@
-"""The stock evaluators and AIR: what they find in an episode, and how a run meets them; the tables of docs/rewards.md."""
+"""The stock evaluators and AIR: what they find in an episode, and how a run meets them; the page's own tables."""
 
 from __future__ import annotations
 
