@@ -49,7 +49,7 @@ class VerlOptions(BaseModel):
     CPU. With sdpa and eager a policy and a reference need no flash-attn, and pads are computed too."""
     overrides: tuple[str, ...] = ()
     """Hydra overrides of veRL's own configuration, as on veRL's command line: KEY=VALUE, or +KEY=VALUE for a key that
-    it does not have. What agl decides itself is refused. `model_engine=megatron` and others: docs/verl.md."""
+    it does not have. Keys that agl decides itself are refused. `model_engine=megatron` and others: docs/verl.md."""
 
     @model_validator(mode="after")
     def _fills_the_gpus(self) -> Self:

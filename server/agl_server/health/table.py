@@ -262,7 +262,7 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
         average(3.0, "KL(current ‖ initial weights) is {}", "update/kl_reference", by=median),
     ),
     AlarmName.NO_CONTRAST: AlarmFacts(
-        "Where all rewards of a group are equal, its advantages are 0: these rollouts teach nothing.",
+        "A group whose rewards are all equal has advantages of 0: these rollouts teach nothing.",
         "If the reward is at its best, the run is done. Otherwise choose tasks of medium difficulty, make groups "
         "larger (train.group_size), or give rewards for parts of the way.",
         average(0.95, "{} of the groups have equal rewards", "groups/no_contrast", steps=5),
