@@ -258,10 +258,11 @@ def take_keys() -> dict[str, str]:
 
 def take_key(name: str) -> str | None:
     """The key in this variable, removed as by `take_keys`; None if there is none."""
-    key = os.environ.get(name, "").strip()
-    _overwrite(name)
-    os.environ.pop(name, None)
-    return key or None
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    if address := getenv(name.encode()):  # Removing it from `os.environ` leaves its value in memory.
+        ctypes.memset(address, ord(" "), len(ctypes.string_at(address)))
+    return os.environ.pop(name, "").strip() or None
 
 
 def take_key_of(setting: str, variable: str | None) -> str | None:
@@ -293,11 +294,3 @@ def problem_of_key(name: str, key: str) -> str | None:
     if not key.isprintable():
         return f"{name} has a line break or another control character in it, which no HTTP header can carry."
     return None
-
-
-def _overwrite(name: str) -> None:
-    """Blank the variable's value in memory, where removing it from `os.environ` leaves it."""
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_void_p
-    if address := getenv(name.encode()):
-        ctypes.memset(address, ord(" "), len(ctypes.string_at(address)))

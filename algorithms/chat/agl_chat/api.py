@@ -149,7 +149,6 @@ class Exchange:
     parser: ReplyParser
     """Takes the text of each choice apart."""
     ignored: tuple[str, ...]
-    """The fields of the request that nothing here honours."""
 
 
 class ModelServer:

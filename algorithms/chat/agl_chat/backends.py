@@ -69,7 +69,6 @@ class Request:
     watch: Callable[[SampledToken], None] | None = None
     """Told of each token as it comes, on the engine's thread, by an engine that can."""
     model: str = "default"
-    """The name of the model that answers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,7 +55,6 @@ class ChatText:
         self.thinking = detect_thinking(self.template)
         self._in_plain_text = isinstance(self.tool_format, PlainText)
         self.takes_tools = "tools" in self.template or self._in_plain_text
-        """True if tools are shown to the model."""
         self.eos_ids = frozenset(eos_ids)
         self._tokenizer = tokenizer
         self.reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}

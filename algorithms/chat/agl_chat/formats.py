@@ -13,7 +13,6 @@ from agl_core.types.forms import without_halves
 
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
-"""The `tools` of a chat request."""
 
 
 @dataclass(frozen=True, slots=True)

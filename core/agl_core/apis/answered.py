@@ -27,7 +27,6 @@ from agl_core.types import Call, Json
 from agl_core.types.forms import count_values, parse_if_json, parse_json
 
 Message: TypeAlias = Mapping[str, Json]
-"""One message of a chat."""
 MAX_KEPT, MAX_RETRIED = 1000, 100
 """Finished exchanges kept per attempt, in all and for retries; the oldest goes first."""
 _SHORT = 4 << 10
@@ -72,7 +71,6 @@ class ClientExchange:
     request: Any = None
     """The `ModelRequest`, if the client may fetch the response again."""
     size: int = 0
-    """Bytes kept."""
     keys: list[tuple[str, Any]] = field(default_factory=list)
     """Index keys; none once it is forgotten."""
 
@@ -147,7 +145,6 @@ class ReplyCache:
         """Finished ones that a retry may ask for again."""
         self._recorded: list[Call] = []
         self.size = 0
-        """Bytes of exchanges kept."""
         self.prompt_ids, self.sent = PromptIds(), SentMessages()
 
     @property
@@ -249,14 +246,11 @@ class ReplyCache:
 
     def clear(self) -> None:
         """Forget everything, and what is in flight once it ends."""
+        self.forget()
         self._recorded.clear()
-        self.prompt_ids, self.sent = PromptIds(), SentMessages()
         for exchange in {exchange for exchanges in self._exchanges.values() for exchange in exchanges}:
             exchange.keys.clear()
         self._exchanges.clear()
-        self._over.clear()
-        self._retried.clear()
-        self.size = 0
 
     def _index(self, exchange: ClientExchange, kind: str, value: Any) -> None:
         exchanges = self._exchanges.setdefault((kind, value), [])

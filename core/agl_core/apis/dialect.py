@@ -137,9 +137,7 @@ class Dialect(ABC):
     """Translates one API from and to chat completions."""
 
     api: str
-    """Its name, as recorded with each call."""
     id_prefix: ClassVar[str]
-    """The prefix of its replies' ids."""
     echoes = True
     """True if requests write earlier replies in another form, so that they have to be remembered."""
     counts = False

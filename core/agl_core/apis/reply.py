@@ -241,7 +241,7 @@ def _read(raw: RawReply, sent: _Sent, prompt_ids: Tokens | None) -> Reply:
         ],
     }
     orjson.dumps(completion)  # Raises if it is nested too deeply to be passed on.
-    version = raw.policy if extras.version is None else extras.version
+    version, cause = raw.policy if extras.version is None else extras.version, extras.prefix_broken
     return Reply(
         raw=raw,
         id=raw.reply_id,
@@ -249,16 +249,12 @@ def _read(raw: RawReply, sent: _Sent, prompt_ids: Tokens | None) -> Reply:
         choices=choices,
         prompt_ids=prompt_ids,
         version=None if version is None else int(version),
-        prefix_broken=_prefix_break(extras.prefix_broken),
+        prefix_broken=next((k for k in PrefixBreak if k == cause), PrefixBreak.OTHER) if cause else None,
         prefilled=extras.prefilled,
         reused=extras.reused,
         stop_sequence=_text(sent.choices[0].stop_reason),
         prompt_logprobs=sent.prompt_logprobs,
     )
-
-
-def _prefix_break(cause: Json) -> PrefixBreak | None:
-    return next((known for known in PrefixBreak if known == cause), PrefixBreak.OTHER) if cause else None
 
 
 def reasoning_of(message: Mapping[str, Json]) -> str | None:

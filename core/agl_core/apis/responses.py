@@ -47,7 +47,6 @@ _REPEATED = (
     "top_p",
     "user",
 )
-"""Fields of a request that its response repeats as they are."""
 _OUTPUT = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
 """Items of a reply that are the model's own words."""
 

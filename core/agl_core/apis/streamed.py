@@ -196,7 +196,6 @@ class _StreamedCall:
     """The client's id; set once the name is sent."""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    """Pieces of its arguments or input."""
     unsent: list[str] = field(default_factory=list)
 
     @property

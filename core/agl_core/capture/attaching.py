@@ -28,7 +28,6 @@ from agl_core.protocols import Adapter
 from agl_core.types import AttemptKey
 
 SITE = Path(__file__).parent / "site"
-"""The folder of sitecustomize."""
 _TELEMETRY = "OTEL_EXPORTER_OTLP_"
 
 

@@ -109,7 +109,6 @@ class AttemptContext:
     api_key: str
     recording: Recording
     prompts: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    """Texts by name."""
     calls: list[SentCall] | None = field(default=None, kw_only=True)
     """Its model calls, if no server records them."""
 

@@ -57,7 +57,6 @@ class Seen:
     reported: Json = None
     """"error", or "success" if the tool's author set it."""
     is_known: bool = True
-    """False if its result is unknown."""
 
     @cached_property
     def fields(self) -> Mapping[str, Any]:

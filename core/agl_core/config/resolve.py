@@ -28,7 +28,6 @@ Place: TypeAlias = tuple[str | int, ...]
 """Keys of tables, and indices of lists."""
 
 _TENSORBOARD = "tensorboard"
-"""The tracker that a run has by default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +97,6 @@ class LoadedConfig:
     """By the name of the table, which need not be the rule's."""
     trackers: Mapping[str, Chosen]
     sections: Mapping[str, Chosen]
-    """Tables of plugins, by name."""
 
     @property
     def engine(self) -> Chosen:

@@ -43,7 +43,6 @@ class PolicyCredit:
     """How the transitions of one policy are credited."""
 
     name: str
-    """The rule's name, for messages."""
     rule: CreditRule
     kind: CreditKind
     """Rewards or returns, as the policy's algorithm reads its values."""
@@ -79,7 +78,6 @@ class BatchPlan:
     min_group_size: int = 1
     """A group with fewer members left is dropped whole."""
     without_logprobs: bool = False
-    """True if transitions without log-probabilities are trained on."""
     truncated: Literal["keep", "mask", "drop"] = "keep"
     """As `TrainSection.truncated`."""
     max_staleness: int = 0
@@ -143,7 +141,6 @@ class StepBatches:
     batches: Mapping[str, Batch]
     """By policy; a policy without a transition to train on has none."""
     dropped: tuple[TrainingRecord, ...]
-    """Every dropped transition, with the reason."""
     episodes_dropped: Mapping[DropReason, int]
 
 
@@ -300,7 +297,6 @@ class Usable:
     """The M of N transitions that can be trained on."""
 
     batch: Batch
-    """The M transitions."""
     places: NDArray[np.int64]
     """[M] their places among the N."""
     dropped: tuple[DropReason | None, ...]

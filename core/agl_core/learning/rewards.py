@@ -24,7 +24,6 @@ from agl_core.types import DropReason, Ending, Episode, Json, Mode, Reward, Tran
 Argument = TypeVar("Argument")
 
 AGENT_SOURCE = "agent"
-"""The source of rewards that the agent itself reported."""
 
 _SECONDS = 60.0
 """The time limit of a function, which computes."""
@@ -52,7 +51,6 @@ class ScoringRule:
     weight: float = 1.0
     """Its share in the terminal reward."""
     modes: frozenset[Mode] = frozenset(Mode)
-    """The modes of the episodes that it scores."""
     time_limit: float | None = None
     """Seconds for one call of it; None: the default of its kind (`_call`)."""
 

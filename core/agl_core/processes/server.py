@@ -121,7 +121,9 @@ class _ForkServer:
                     self._kill_at[held[file]] = time.monotonic() + self._grace
                 else:
                     connected = self._receive()
-            self._kill_overdue()
+            for pid in [pid for pid, at in self._kill_at.items() if at <= time.monotonic()]:
+                _signal_tree(pid, signal.SIGKILL)
+                self._kill_at[pid] = math.inf
             self._reap()
         for pid in self._leashes:
             _signal_tree(pid, signal.SIGKILL)
@@ -176,11 +178,6 @@ class _ForkServer:
             os._exit(0)
         finally:
             os._exit(1)
-
-    def _kill_overdue(self) -> None:
-        for pid in [pid for pid, at in self._kill_at.items() if at <= time.monotonic()]:
-            _signal_tree(pid, signal.SIGKILL)
-            self._kill_at[pid] = math.inf
 
     def _reap(self) -> None:
         """Report which processes have exited, and end what they left behind."""

@@ -68,7 +68,6 @@ class Rollout:
     """0 … group size - 1; members share the task and differ in the sampling seed."""
     state: RolloutState = RolloutState.QUEUED
     counted_attempt: int | None = None
-    """The attempt that counts, once done."""
     ending: Ending | None = None
     """How the counted attempt ended."""
     position: int = 0
@@ -96,7 +95,6 @@ class Attempt:
     ended: Time | None = None
     ending: Ending | None = None
     result: Json = None
-    """The agent's return value."""
     error: str | None = None
     """The exception's type and message after a crash; a hint if it made no call."""
     passed_through: Mapping[str, Json] | None = None
@@ -219,7 +217,6 @@ class ToolResult:
     arguments: Json = None
     result: Json = None
     error: str | None = None
-    """The exception's type and message."""
     agent: str | None = None
     span: str | None = None
     parent_span: str | None = None
