@@ -22,12 +22,12 @@ class Capability(StrEnum):
     REFERENCE = "reference model"
     TARGET_KL = "target KL"
     """An engine that makes no more of an update's optimizer steps once the policy has moved so far."""
-    SCORES = "scores before the update"
+    RESCORE = "scores before the update"
     """An engine that lets an algorithm make its advantages of log-probabilities before the update (`rescore`)."""
     TEACHER = "teacher"
     """An engine that computes, or gets, log-probabilities of what a policy sampled under another model."""
     POLICIES = "saved policies"
-    """An engine that serves what was saved, without a run (`agl_core.protocols.Engine.publish`)."""
+    """An engine that serves what was saved, without a run (`agl_core.protocols.Engine.load_policy`)."""
     RECORDED_TEXTS = "recorded texts"
     """An engine that tokenises recorded replies, trains on them without the log-probabilities of their sampling, and
     says how likely they are (`agl_core.protocols.Engine.tokenize` and `logprobs`). An algorithm that never asks for

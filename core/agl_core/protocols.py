@@ -335,17 +335,17 @@ class Engine(ABC):
         """
         raise self._not_supported("logprobs")
 
-    async def publish(self, name: str, spec: PolicySpec) -> None:
+    async def load_policy(self, name: str, spec: PolicySpec) -> None:
         """Load a saved policy and serve it by this name, while others are answered; adapters share their bases.
 
-        An engine with this and `withdraw` works without a run, whose context may name no policies, and declares
+        An engine with this and `unload_policy` works without a run, whose context may name no policies, and declares
         `Capability.POLICIES`. An adapter of other weights than those of the spec is an EngineError.
         """
-        raise self._not_supported("publish")
+        raise self._not_supported("load_policy")
 
-    async def withdraw(self, name: str) -> None:
+    async def unload_policy(self, name: str) -> None:
         """Answer the policy's open requests, and no others, and free its memory."""
-        raise self._not_supported("withdraw")
+        raise self._not_supported("unload_policy")
 
     def _not_supported(self, method: str) -> EngineError:
         return EngineError(f"The engine {type(self).__name__} does not support '{method}'.")

@@ -75,7 +75,7 @@ class Store(Protocol):
     async def end(self, attempt: AttemptKey, *records: Record) -> bool:
         """End the lease of an attempt, and write these records; False, and nothing is written, if it has ended."""
 
-    async def withdraw(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
+    async def cancel_waiting(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
         """End the waiting rollouts of these; returns their number, and the attempts of the leased ones."""
 
     async def leases(self) -> tuple[int, dict[AttemptKey, int]]:

@@ -75,7 +75,7 @@ class LightningServer:
         self.worker_key = keys.worker
         self.keys, self._host, self._port = keys, listen.host, listen.port
         self.relay = Relay(self.queue.lend)
-        self.relay.withdraw()
+        self.relay.disconnect()
         self.versions = self.relay.versions
         """By policy: the version being served, for upstreams whose replies do not name it."""
         self._upstream, self._settings = upstream, settings
@@ -108,21 +108,21 @@ class LightningServer:
             listener.close()
             raise
         if self._upstream is not None:
-            self.relay.serve(self._upstream, self._settings)
+            self.relay.connect(self._upstream, self._settings)
         self._watching = [asyncio.create_task(self.queue.watch())]
         self._listening = Listening(ModelCalls(self._app(), self._gateway, self._passthrough), listener)
         await self._listening.start()
 
     async def begin(self, run: Run) -> None:
         """Begin this restart of a run: unfinished rollouts of earlier ones end as lost."""
-        self.relay.withdraw()
+        self.relay.disconnect()
         await self.queue.abandon(run.id)
         await self.store.put(run)
 
     def serve(self, upstream: Upstream, versions: Mapping[str, int]) -> None:
         """Lend rollouts from now on, with this model server for their calls; `versions` are its policies'."""
         self.versions.update(versions)
-        self.relay.serve(upstream, self._settings)
+        self.relay.connect(upstream, self._settings)
 
     async def stop(self, *, over: bool = True) -> None:
         """End leases and calls in flight, and close the port. Workers end if the run is `over`, else they wait."""
@@ -140,7 +140,7 @@ class LightningServer:
         await asyncio.gather(*self._watching, return_exceptions=True)
         await self._source.stop()
         await self._passthrough.stop()
-        self.relay.withdraw()
+        self.relay.disconnect()
 
     async def __aenter__(self) -> LightningServer:
         await self.start()

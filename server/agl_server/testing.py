@@ -24,7 +24,7 @@ import pytest
 
 from agl_core.capture import AttemptContext, Recording, attach, reports, running
 from agl_core.capture.requests import rollout_path
-from agl_core.client.agent import PLACEHOLDER_KEY, Ended, closing
+from agl_core.client.agent import PLACEHOLDER_KEY, AttemptEnd, closing
 from agl_core.config.models import SamplingSection
 from agl_core.config.sections import ServerSection
 from agl_core.learning.transitions import build_episode
@@ -112,7 +112,7 @@ class LeasedAttempt:
     async def close(self) -> Episode:
         """Close it with what was reported, as a worker does, and build its episode."""
         self.active.recording.close()
-        report = closing(Ended(Ending.FINISHED), self.active.recording)
+        report = closing(AttemptEnd(Ending.FINISHED), self.active.recording)
         await self.stack.server.queue.close_attempt(self.key, report)
         return await self.stack.episode(self.key)
 

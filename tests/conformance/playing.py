@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from agl_core.apis.alone import Alone
+from agl_core.apis.alone import LocalRollouts
 from agl_core.capture import running
 from agl_core.capture.requests import HEADER_RETRIES, rollout_path
 from agl_core.client.agent import PLACEHOLDER_KEY
@@ -278,7 +278,7 @@ class Bench:
 
     async def play_alone(self, cell: Cell) -> list[str]:
         """The differences from the expected episodes where the agent calls the model's server itself."""
-        scenario, play, alone = cell.scenario, Play(cell.scenario), Alone()
+        scenario, play, alone = cell.scenario, Play(cell.scenario), LocalRollouts()
         self.stack.upstream.answer = play
         setting = Setting(cell.api, cell.streaming, cell.form, self.stack.upstream.root, PLACEHOLDER_KEY)
 

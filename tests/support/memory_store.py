@@ -51,11 +51,11 @@ class MemoryStore(SqliteStore):
         self.written += chain.from_iterable(claimed)
         return claimed
 
-    async def withdraw(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
+    async def cancel_waiting(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
         before = await self.done(ids)
-        withdrawn = await super().withdraw(ids, ending)
+        cancelled = await super().cancel_waiting(ids, ending)
         self.written += [rollout for rollout in await self.done(ids) if rollout not in before]
-        return withdrawn
+        return cancelled
 
 
 class _OnTheLoop(GroupWriter):

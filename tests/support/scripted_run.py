@@ -12,7 +12,7 @@ import numpy as np
 from agl_core import kinds
 from agl_core.builtin import identical
 from agl_core.config.models import RunConfig
-from agl_core.config.resolve import Chosen, PolicyPlan
+from agl_core.config.resolve import ChosenComponent, PolicyPlan
 from agl_core.kinds import Component, NoOptions
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Progress, UpdateResult
@@ -68,8 +68,8 @@ class Lines(Observer):
 def scripted_config(config: RunConfig, plugins: Plugins | None = None) -> Any:
     """A loaded configuration with one policy, whose credit rule is `identical`."""
     returns = frozenset({CreditKind.RETURN})
-    credit = Chosen(Component(kinds.CREDIT, "scripted", lambda _: identical, "", yields=returns), NoOptions())
-    algorithm = Chosen(Component(kinds.ALGORITHM, "scripted", lambda _: None, ""), NoOptions())
+    credit = ChosenComponent(Component(kinds.CREDIT, "scripted", lambda _: identical, "", yields=returns), NoOptions())
+    algorithm = ChosenComponent(Component(kinds.ALGORITHM, "scripted", lambda _: None, ""), NoOptions())
     policies = {"default": PolicyPlan(algorithm, credit)}
     return SimpleNamespace(
         config=config, policies=policies, plugins=plugins or Plugins(), imitates=False, is_rewarded=True

@@ -9,12 +9,12 @@ from typing import Any
 
 import agl_core
 from agl_autogen.plugin import agentchat, autogen_core
-from agl_core.apis.alone import Alone
+from agl_core.apis.alone import LocalRollouts
 from agl_core.capture import current_attempt, describe_error, running
 from agl_core.types import Episode
 
 
-class Recorded(Alone):
+class Recorded(LocalRollouts):
     """The episode of the agents in a `record` block."""
 
     result: Any = None

@@ -17,7 +17,7 @@ from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
 import agl_core
-from agl_core.apis.alone import Alone, AloneRollout
+from agl_core.apis.alone import LocalRollouts, LocalRollout
 from agl_core.capture import (
     AttemptContext,
     Decided,
@@ -46,7 +46,7 @@ class _Run:
     id: UUID
     parent: UUID | None
     attempt: AttemptContext
-    begun: AloneRollout | None = None
+    begun: LocalRollout | None = None
     """The agent's run that begins and ends with this one, if the adapter is used alone."""
     agent: str | None = None
     name: str | None = None
@@ -76,7 +76,7 @@ class _Handler(BaseCallbackHandler):
     # A sync handler that runs inline is the only kind whose context variables reach the HTTP request.
     run_inline = True
 
-    def __init__(self, alone: Alone | None = None) -> None:
+    def __init__(self, alone: LocalRollouts | None = None) -> None:
         self._alone = alone
         self._runs: Latest[UUID, _Run] = Latest()
         self._lock = threading.Lock()
@@ -191,7 +191,7 @@ class _Handler(BaseCallbackHandler):
             run.begun.finish(_answer(result), describe_error(error) if error else None)
 
 
-class AglCallback(_Handler, Alone):
+class AglCallback(_Handler, LocalRollouts):
     """Pass it in the config of an agent that you already have:
 
         agent.invoke({"messages": [...]}, {"callbacks": [AglCallback()]})
@@ -205,7 +205,7 @@ class AglCallback(_Handler, Alone):
 
     def __init__(self, keep: int = 1000, task: Task | None = None) -> None:
         _Handler.__init__(self, self)
-        Alone.__init__(self, keep, task)
+        LocalRollouts.__init__(self, keep, task)
         # The agent's name travels with the call's request; alone, the call is recorded there.
         agl_core.attach([])
 

@@ -9,7 +9,7 @@ from typing import Any
 from agents.tracing import Span, Trace, TracingProcessor
 
 import agl_core
-from agl_core.apis.alone import Alone, AloneRollout
+from agl_core.apis.alone import LocalRollouts, LocalRollout
 from agl_core.capture import (
     Identity,
     IdentityScope,
@@ -25,13 +25,13 @@ from agl_openai_agents.plugin import openai_agents
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenTrace:
-    rollout: AloneRollout
+    rollout: LocalRollout
     scope: IdentityScope
     around: BaseException | None
     """An error that was being handled when the trace began: it is not the agent's crash."""
 
 
-class AglProcessor(Alone, TracingProcessor):
+class AglProcessor(LocalRollouts, TracingProcessor):
     """Add it to the trace processors of an agent that you already have:
 
         agents.add_trace_processor(AglProcessor())

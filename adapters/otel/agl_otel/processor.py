@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace import Span as SdkSpan
 
 import agl_core
-from agl_core.apis.alone import Alone, AloneRollout
+from agl_core.apis.alone import LocalRollouts, LocalRollout
 from agl_core.capture import Identity, IdentityScope, Latest, current_identity, enter_identity, guarded
 from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
@@ -17,7 +17,7 @@ from agl_otel.spans import Span
 from agl_otel.watching import WatchingProcessor, plain
 
 
-class AglSpanProcessor(WatchingProcessor, Alone):
+class AglSpanProcessor(WatchingProcessor, LocalRollouts):
     """Add it to the tracer provider that you already have:
 
         provider.add_span_processor(AglSpanProcessor())
@@ -29,8 +29,8 @@ class AglSpanProcessor(WatchingProcessor, Alone):
 
     def __init__(self, keep: int = 1000) -> None:
         WatchingProcessor.__init__(self)
-        Alone.__init__(self, keep)
-        self._roots: Latest[tuple[str, str], tuple[AloneRollout, IdentityScope]] = Latest()
+        LocalRollouts.__init__(self, keep)
+        self._roots: Latest[tuple[str, str], tuple[LocalRollout, IdentityScope]] = Latest()
         """Running spans that began a rollout: no span around them runs in this process."""
         agl_core.attach([otel])
 

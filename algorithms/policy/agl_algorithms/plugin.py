@@ -191,7 +191,7 @@ class DistillOptions(PolicyGradientOptions):
     def needs(self) -> frozenset[Capability]:
         groups = {Capability.GROUPS} if self.reward_weight > 0 else set()
         temperature = {Capability.UNIT_TEMPERATURE} if self.teacher_model is not None else set()
-        return super().needs() | {Capability.SCORES, Capability.TEACHER} | groups | temperature
+        return super().needs() | {Capability.RESCORE, Capability.TEACHER} | groups | temperature
 
     def takes(self) -> CreditKind | None:
         return CreditKind.RETURN if self.reward_weight > 0 else None
@@ -221,7 +221,7 @@ class DpoOptions(Settings):
     best and the worst."""
 
     def needs(self) -> frozenset[Capability]:
-        return super().needs() | {Capability.GROUPS, Capability.REFERENCE, Capability.SCORES}
+        return super().needs() | {Capability.GROUPS, Capability.REFERENCE, Capability.RESCORE}
 
 
 class SftOptions(AlgorithmOptions):

@@ -18,7 +18,7 @@ from torch import Tensor
 from agl_algorithms.policy_gradient import Algorithm, Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_core.errors import PluginError
-from agl_core.learning.batch import Usable
+from agl_core.learning.batch import TrainableBatch
 from agl_core.protocols import UpdateResult
 from agl_core.types import Batch, DropReason
 
@@ -53,7 +53,7 @@ class Prepared:
     """None without a critic."""
 
     @classmethod
-    def of_nothing(cls, usable: Usable, samples: Samples) -> Prepared:
+    def of_nothing(cls, usable: TrainableBatch, samples: Samples) -> Prepared:
         """No transition is trained on."""
         nothing = torch.zeros_like(samples.behaviour_R)
         return cls(usable.batch, samples, nothing, nothing, usable.places, np.zeros(0, dtype=np.int64), usable.dropped)
@@ -174,7 +174,7 @@ def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torc
     )
 
 
-def prepare(usable: Usable, samples: Samples, algorithm: Algorithm, values_R: Tensor | None = None) -> Prepared:
+def prepare(usable: TrainableBatch, samples: Samples, algorithm: Algorithm, values_R: Tensor | None = None) -> Prepared:
     """Ask the algorithm for advantages and weights; `values_R` are the critic's, if it needs one.
 
     Transitions with an advantage or weight that is not finite, and those that the algorithm does not keep, are dropped.

@@ -220,21 +220,21 @@ ALWAYS = {Capability.TOKEN_IDS}
         ("reinforce++", Reinforce, {}, CreditKind.RETURN, set()),
         ("reinforce++", Reinforce, {"across_calls": True}, CreditKind.REWARD, set()),
         ("reinforce++", Reinforce, {"beta": 0.1}, CreditKind.RETURN, {Capability.REFERENCE}),
-        ("dpo", Dpo, {}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE, Capability.SCORES}),
-        ("distill", Distill, {"teacher": "a/b"}, None, {Capability.SCORES, Capability.TEACHER}),
+        ("dpo", Dpo, {}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE, Capability.RESCORE}),
+        ("distill", Distill, {"teacher": "a/b"}, None, {Capability.RESCORE, Capability.TEACHER}),
         (
             "distill",
             Distill,
             {"teacher": "http://there/v1", "teacher_model": "big"},
             None,
-            {Capability.SCORES, Capability.TEACHER, Capability.UNIT_TEMPERATURE},
+            {Capability.RESCORE, Capability.TEACHER, Capability.UNIT_TEMPERATURE},
         ),
         (
             "distill",
             Distill,
             {"teacher": "a/b", "reward_weight": 0.5},
             CreditKind.RETURN,
-            {Capability.GROUPS, Capability.SCORES, Capability.TEACHER},
+            {Capability.GROUPS, Capability.RESCORE, Capability.TEACHER},
         ),
         ("ppo", Ppo, {}, CreditKind.RETURN, {Capability.CRITIC}),
         ("ppo", Ppo, {"across_calls": True}, CreditKind.REWARD, {Capability.CRITIC}),
@@ -258,7 +258,7 @@ def test_each_is_registered_with_what_it_takes_and_needs(
     # What it tells the engine is what the check goes by.
     assert algorithm.needs_critic == (Capability.CRITIC in needs)
     assert algorithm.needs_reference == (Capability.REFERENCE in needs)
-    assert algorithm.needs_scores == (Capability.SCORES in needs)
+    assert algorithm.needs_scores == (Capability.RESCORE in needs)
     assert all(field.description for field in component.options.model_fields.values())
     assert component.options(**chosen.model_dump()) == chosen
 

@@ -85,7 +85,7 @@ def register_components(register: Register) -> None:
             Capability.REFERENCE,
             Capability.CRITIC,
             Capability.TARGET_KL,
-            Capability.SCORES,
+            Capability.RESCORE,
             Capability.TEACHER,
             Capability.POLICIES,
             Capability.RECORDED_TEXTS,

@@ -277,7 +277,7 @@ class TorchServer:
         on_gpu = {"peak_gpu_bytes": torch.cuda.max_memory_reserved()} if uses_gpu else {}
         return {**counters, "cache_bytes": sum(sampler.cache_nbytes for sampler in samplers), **on_gpu}
 
-    def publish(self, name: str, spec: PolicySpec) -> None:
+    def load_policy(self, name: str, spec: PolicySpec) -> None:
         """Load a saved policy and serve it; EngineError if there is one of this name."""
         if name in self._chats:
             raise EngineError(f"A policy '{name}' is served already.")
@@ -288,7 +288,7 @@ class TorchServer:
         self._samplers[name], self._chats[name] = sampler, _chat(name, loaded)
         _log.info("Serving %s.", name)
 
-    def withdraw(self, name: str) -> None:
+    def unload_policy(self, name: str) -> None:
         """Serve a published policy no longer; what it is answering is answered."""
         published = self._chats.keys() - self._policies.policies.keys()
         if name not in published:

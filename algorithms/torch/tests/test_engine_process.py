@@ -200,7 +200,7 @@ async def test_versions_come_and_go_and_each_answers_by_its_own_weights(tmp_path
             return Row.of_reply((await chat(upstream, "Tom has 5 apples", name, seed=1)).model_dump(), 0.0)
 
         for name, spec in specs.items():
-            await engine.publish(name, spec)
+            await engine.load_policy(name, spec)
         answers = dict(zip(specs, await asyncio.gather(*map(ask, specs)), strict=True))
         for name, row in answers.items():
             model = load_model(specs[name], torch.device("cpu"), 0).model
@@ -211,19 +211,19 @@ async def test_versions_come_and_go_and_each_answers_by_its_own_weights(tmp_path
 
         requests = [asyncio.ensure_future(ask("run@2")) for _ in range(20)]
         await asyncio.sleep(0)
-        await engine.withdraw("run@1")
+        await engine.unload_policy("run@1")
         await asyncio.gather(*requests)
         with pytest.raises(openai.NotFoundError, match="no model 'run@1'"):
             await ask("run@1")
-        await engine.publish("run@1", specs["run@1"])
+        await engine.load_policy("run@1", specs["run@1"])
         assert (await ask("run@1")).logprobs == pytest.approx(answers["run@1"].logprobs, abs=1e-4)
 
         with pytest.raises(EngineError, match="'run@1' is served already"):
-            await engine.publish("run@1", specs["run@0"])
+            await engine.load_policy("run@1", specs["run@0"])
         with pytest.raises(EngineError, match="trained on other weights"):
-            await engine.publish("other", PolicySpec(str(full), adapter=str(one)))
+            await engine.load_policy("other", PolicySpec(str(full), adapter=str(one)))
         with pytest.raises(EngineError, match="Did you mean 'run@"):
-            await engine.withdraw("runs@1")
+            await engine.unload_policy("runs@1")
         assert (await ask("run@0")).response
 
 

@@ -125,7 +125,7 @@ def register_components(register: Register) -> None:
         Capability.REFERENCE,
         Capability.CRITIC,
         Capability.RECORDED_TEXTS,
-        Capability.SCORES,
+        Capability.RESCORE,
     }
     # vLLM samples in other kernels, and often in another precision, than FSDP trains in.
     defaults = {"importance_cap": 2.0}

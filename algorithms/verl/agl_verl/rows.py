@@ -27,7 +27,7 @@ from agl_core.errors import EngineError
 
 if TYPE_CHECKING:  # veRL imports this in every process.
     from agl_algorithms.prepared import Prepared
-    from agl_core.learning.batch import Usable
+    from agl_core.learning.batch import TrainableBatch
     from agl_core.types import Batch
     from agl_verl.config import ChosenAlgorithm
 
@@ -50,7 +50,7 @@ TOTAL_LOSS = "total_loss"
 class Update:
     """One update while it is made."""
 
-    usable: Usable
+    usable: TrainableBatch
     samples: Samples
     prepared: Prepared | None
     """None as long as the critic's values are not known."""

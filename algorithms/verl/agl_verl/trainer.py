@@ -38,7 +38,7 @@ from verl.workers.utils.padding import response_from_nested
 from agl_algorithms.policy_gradient import Logprobs
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.prepared import Prepared, lineages, minibatches, prepare, samples_of
-from agl_core.learning.batch import Usable, filter_trainable
+from agl_core.learning.batch import TrainableBatch, filter_trainable
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch
 from agl_verl import rows

@@ -30,10 +30,10 @@ _FOLDER = "deployed"
 
 
 def fixed_upstream(upstream: Upstream, settings: RunSettings) -> Relay:
-    """A model server that answers all sessions; `withdraw` closes its connections."""
+    """A model server that answers all sessions; `disconnect` closes its connections."""
     relay = Relay()
     # What does not return ids may be a hosted API, which refuses settings that it does not know.
-    relay.serve(upstream, settings if upstream.returns_ids else replace(settings, sampling=None))
+    relay.connect(upstream, settings if upstream.returns_ids else replace(settings, sampling=None))
     return relay
 
 
@@ -116,13 +116,13 @@ class DeployedVersions(Relay):
         private.make_folder(folder, exist_ok=True)
         engine = self._engine = make_engine(self._config, folder)
         upstream = await engine.start()
-        self.serve(replace(upstream, models={self._policy: self._policy}), self._settings)
+        self.connect(replace(upstream, models={self._policy: self._policy}), self._settings)
         return engine
 
     async def _stop(self) -> None:
         engine, self._engine = self._engine, None
         self._loaded.clear()
-        self.withdraw()
+        self.disconnect()
         if engine is not None:
             await engine.stop()
 
@@ -142,7 +142,7 @@ class DeployedVersions(Relay):
         for step in sorted(self._loaded - set(standing.serving)):
             if not self._calls[step]:
                 self._loaded.remove(step)
-                await engine.withdraw(_model(step))
+                await engine.unload_policy(_model(step))
                 self._say(f"version {step} is no longer served")
 
     async def _load(self, engine: Engine, step: int) -> None:
@@ -150,7 +150,7 @@ class DeployedVersions(Relay):
             checkpoint = Checkpoints(self._run / CHECKPOINTS, keep=1).meant_by(str(step))
             version = Version(self._run, self._policy, step, checkpoint)
             spec = await asyncio.to_thread(policy_spec, version, self._config)
-            await engine.publish(_model(step), spec)
+            await engine.load_policy(_model(step), spec)
             self._loaded.add(step)
             self._say(f"version {step} is served")
 

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from agl_core import kinds
 from agl_core.apis.errors import ApiError
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load
-from agl_core.config.resolve import Chosen
+from agl_core.config.resolve import ChosenComponent
 from agl_core.config.sections import HUB_NAME, ServerSection
 from agl_core.errors import ConfigError, ServerError
 from agl_core.kinds import Capability
@@ -123,7 +123,7 @@ def make_engine(loaded: LoadedConfig, folder: Path) -> Engine:
         if component is None:
             raise ConfigError("No engine is installed here that serves policies without a run. Install agl-torch.")
         table = loaded.config.engine.settings.get(component.name, {})
-        chosen = Chosen(component, component.options.model_validate(table))
+        chosen = ChosenComponent(component, component.options.model_validate(table))
     context = EngineContext(folder, loaded.config.seed, {}, False, (), api_key=os.urandom(16).hex())
     engine: Engine = chosen.build(context)
     return engine
@@ -238,7 +238,7 @@ async def serving(
         stack.push_async_callback(engine.stop)
         upstream = replace(await engine.start(), models={name: name for name in names})
         for name, version in versions.items():
-            await engine.publish(name, policy_spec(version, configs[version.run]))
+            await engine.load_policy(name, policy_spec(version, configs[version.run]))
         server = LightningServer(
             store,
             upstream,

@@ -88,7 +88,7 @@ async def _optimize(
         session = await stack.enter_async_context(open_session(loaded, run_dir, server, observer, own_engine=engine))
         begun()
         if not session.upstream.returns_ids:  # A hosted API may refuse settings that it does not know.
-            server.relay.serve(session.upstream, replace(run_settings(loaded.config), sampling=None))
+            server.relay.connect(session.upstream, replace(run_settings(loaded.config), sampling=None))
         search = Search(loaded.config, settings, session, observer, proposer, recorded)
         try:
             outcome = await until_signal(_search(search, observer))

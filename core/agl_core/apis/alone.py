@@ -51,10 +51,10 @@ _DIALECTS: Mapping[str, Dialect] = {
 """By the end of the path; the first that fits."""
 
 
-class AloneRollout:
+class LocalRollout:
     """One run of an agent."""
 
-    def __init__(self, id: str, task: Task, ended: deque[AloneRollout]) -> None:
+    def __init__(self, id: str, task: Task, ended: deque[LocalRollout]) -> None:
         self.attempt = AttemptContext(id, 0, "", "", Recording(), calls=[])
         """Entered around the agent."""
         self.task = task
@@ -106,17 +106,17 @@ class AloneRollout:
         )
 
 
-class Alone:
+class LocalRollouts:
     """The agent's latest runs as data, for an adapter that is used without a server."""
 
     def __init__(self, keep: int = 1000, task: Task | None = None) -> None:
-        self._ended: deque[AloneRollout] = deque(maxlen=keep)
+        self._ended: deque[LocalRollout] = deque(maxlen=keep)
         self.task = task
         """The task of runs that begin from now on; None: each run is a task of its own, its input."""
 
-    def begin(self, id: str, input: Any = None) -> AloneRollout:
+    def begin(self, id: str, input: Any = None) -> LocalRollout:
         """Begin a run, which is kept once it has finished."""
-        return AloneRollout(id, self.task or Task(id, jsonable(input)), self._ended)
+        return LocalRollout(id, self.task or Task(id, jsonable(input)), self._ended)
 
     def episodes(self) -> list[Episode]:
         """The finished runs, with token ids if the endpoint returned them."""

@@ -46,7 +46,7 @@ _MAX_PRINTED = 20_000
 
 
 @dataclass(frozen=True)
-class Seen:
+class ToolRunFacts:
     """One run of a tool, as far as it is known."""
 
     text: str = ""
@@ -99,7 +99,7 @@ def _part_text(part: Json) -> str:
     return text if isinstance(text, str) else f"[{part.get('type')}]"
 
 
-Finder: TypeAlias = Callable[[Seen], str | None]
+Finder: TypeAlias = Callable[[ToolRunFacts], str | None]
 """The words of the failure, which may be none; None if the rule does not match."""
 
 
@@ -117,25 +117,25 @@ def begins(pattern: str) -> Finder:
     """Matches the beginning of a text (a verbose pattern); the group `error`, if there is one, is what failed."""
     compiled = re.compile(pattern, re.VERBOSE)
 
-    def find(seen: Seen) -> str | None:
+    def find(seen: ToolRunFacts) -> str | None:
         match = compiled.match(seen.text)
         return None if match is None else match.groupdict().get("error") or seen.text
 
     return find
 
 
-def _if(condition: Callable[[Seen], bool]) -> Finder:
+def _if(condition: Callable[[ToolRunFacts], bool]) -> Finder:
     return lambda seen: seen.text if condition(seen) else None
 
 
-def _status_error(seen: Seen) -> str | None:
+def _status_error(seen: ToolRunFacts) -> str | None:
     if seen.fields.get("status") != "error":
         return None
     messages = (seen.fields.get(name) for name in ("error_message", "content", "message", "error"))
     return next((message_text(message) for message in messages if message), "")
 
 
-def _error_field(seen: Seen) -> str | None:
+def _error_field(seen: ToolRunFacts) -> str | None:
     error = seen.fields.get("error")
     text = str(error).strip()
     is_none = not error or text.casefold() in _NO_ERROR or (isinstance(error, float) and not error.is_integer())
@@ -150,7 +150,7 @@ _QWEN_CODE = re.compile(r"(-?\d+)\nSignal: .*\nProcess Group PGID: ")
 _MINI_SWE_AGENT = {"returncode", "output", "output_head", "output_tail", "elided_chars", "warning", "exception_info"}
 
 
-def _exit_code(seen: Seen) -> int | None:
+def _exit_code(seen: ToolRunFacts) -> int | None:
     """The exit status of a command, in the whole frame that a program has around it: a file may hold the words."""
     code = seen.fields.get("returncode")
     if type(code) is int and seen.fields.keys() <= _MINI_SWE_AGENT:
@@ -261,7 +261,7 @@ class Decided(NamedTuple):
     rule: str
 
 
-def decide(seen: Seen) -> Decided:
+def decide(seen: ToolRunFacts) -> Decided:
     """The status by the first rule that matches; some frameworks wrap results as `{"result": …}`."""
     while seen.raised is None and set(seen.fields) == {"result"}:
         inner = seen.fields["result"]
@@ -284,8 +284,8 @@ def status_of(result: Any) -> Decided:
     ('error-field', 'ok')
     """
     if isinstance(result, BaseException):
-        return decide(Seen(raised=result))
-    return message_status(result) if result is None or isinstance(result, str) else decide(Seen(value=result))
+        return decide(ToolRunFacts(raised=result))
+    return message_status(result) if result is None or isinstance(result, str) else decide(ToolRunFacts(value=result))
 
 
 def message_status(content: Json, status: Json = None) -> Decided:
@@ -299,7 +299,7 @@ def message_status(content: Json, status: Json = None) -> Decided:
     >>> message_status("ValueError: no such city").rule, message_status("no such city", "error").rule
     ('exception', 'reported-error')
     """
-    return decide(Seen(message_text(content).strip(), reported=status))
+    return decide(ToolRunFacts(message_text(content).strip(), reported=status))
 
 
 def failure_status(error: str) -> Decided:
@@ -308,9 +308,9 @@ def failure_status(error: str) -> Decided:
     >>> str(failure_status("httpx.ReadTimeout: ").status), str(failure_status("boom").status)
     ('timeout', 'error')
     """
-    return decide(Seen(error, reported="error"))
+    return decide(ToolRunFacts(error, reported="error"))
 
 
 def unknown_status() -> Decided:
     """The status of a tool that did not fail, as far as is known."""
-    return decide(Seen(is_known=False))
+    return decide(ToolRunFacts(is_known=False))

@@ -216,7 +216,7 @@ class TaskPerAttempt:
         if self._watching is not None:
             self._watching.cancel()
 
-    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
+    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> AttemptEnd:
         async def call() -> Any:
             return await self._agent.call(assignment, base_url)
 
@@ -231,7 +231,7 @@ class TaskPerAttempt:
         try:
             return finished(task.result())
         except asyncio.CancelledError:
-            return Ended(Ending.CRASHED, error="the agent cancelled itself")
+            return AttemptEnd(Ending.CRASHED, error="the agent cancelled itself")
         except BaseException as error:
             return crashed(error)
 
@@ -268,7 +268,7 @@ def _seconds_without_cpu() -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AttemptEnd:
     """How an attempt ended, as the worker saw it."""
 
     ending: Ending
@@ -276,7 +276,7 @@ class Ended:
     error: str | None = None
 
 
-def finished(result: Any) -> Ended:
+def finished(result: Any) -> AttemptEnd:
     """The end of an agent that returned `result`: a crash if that is not JSON, or more than a report can carry."""
     try:
         encoded = without_halves(dump_json(result)).encode()
@@ -294,11 +294,11 @@ def finished(result: Any) -> Ended:
         elif depth > MAX_DEPTH:
             problem = f"JSON nested {depth} deep, and {MAX_DEPTH} is the limit; return less"
         else:
-            return Ended(Ending.FINISHED, returned)
-    return Ended(Ending.CRASHED, error=f"the agent returned {problem}")
+            return AttemptEnd(Ending.FINISHED, returned)
+    return AttemptEnd(Ending.CRASHED, error=f"the agent returned {problem}")
 
 
-def crashed(error: BaseException) -> Ended:
+def crashed(error: BaseException) -> AttemptEnd:
     """The end of an agent that raised: the error, where it was raised, and the end of its traceback."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
@@ -307,10 +307,10 @@ def crashed(error: BaseException) -> Ended:
     except Exception as failure:
         message = f"(its message cannot be read: {type(failure).__name__})"
     message = jsonable(f"{type(error).__name__}: {message}", _MAX_ERROR // 2)
-    return Ended(Ending.CRASHED, error=f"{message}{where}\n{last_frames(error)}".rstrip())
+    return AttemptEnd(Ending.CRASHED, error=f"{message}{where}\n{last_frames(error)}".rstrip())
 
 
-def closing(ended: Ended, recording: Recording) -> CloseRequest:
+def closing(ended: AttemptEnd, recording: Recording) -> CloseRequest:
     """The report of an attempt's end, which is a crash if the result is too large or too deep.
 
     Long values of tool results are cut until the server takes the report; then the last reports are left out.

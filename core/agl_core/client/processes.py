@@ -32,7 +32,7 @@ from agl_core.capture.recording import Report, read_spool
 from agl_core.client.agent import (
     OTHER_KEY,
     Agent,
-    Ended,
+    AttemptEnd,
     active_attempt,
     attempt_variables,
     client_variables,
@@ -49,7 +49,7 @@ from agl_core.wire import MAX_RESULT, OPERATOR_KEY, WORKER_KEY, Assignment
 
 EXIT_GRACE = 2.0
 """Seconds for a process to exit after its result came, and for its output to end after it exited."""
-_ENDED = TypeAdapter(Ended)
+_ENDED = TypeAdapter(AttemptEnd)
 _MESSAGES = [{"role": "user", "content": "-"}]
 _REPLY = {"choices": [{"message": {"tool_calls": [{"type": "function", "function": {}}]}}], "usage": {}, "content": []}
 _FIRST_CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
@@ -120,8 +120,8 @@ class ProcessPerAttempt(AgentProcesses):
         first = request(_run_agent, prepare=(prepare_agent, *self._agent))
         super().__init__(first, client_variables(base_url), secrets, memory=memory)
 
-    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
-        ended: Ended | None = None
+    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> AttemptEnd:
+        ended: AttemptEnd | None = None
         with attempt_folder() as folder:
             try:
                 async with self.started() as process:
@@ -130,14 +130,14 @@ class ProcessPerAttempt(AgentProcesses):
                     ended = await _ended(process, recording)
                     await asyncio.wait({process.exited}, timeout=EXIT_GRACE)
             except NoProcessError as error:
-                return Ended(Ending.LOST, error=str(error))
+                return AttemptEnd(Ending.LOST, error=str(error))
             except asyncio.CancelledError:
                 if ended is None:
                     raise
         return ended
 
 
-async def _ended(process: Process, recording: Recording) -> Ended:
+async def _ended(process: Process, recording: Recording) -> AttemptEnd:
     """How the agent ended, as soon as that is known; its process may still be exiting. Its reports are recorded."""
     try:
         async for message in process.messages():
@@ -149,8 +149,8 @@ async def _ended(process: Process, recording: Recording) -> Ended:
             Report.model_validate(message).add_to(recording)
     except ValueError as error:
         problem = f"{error.error_count()} fields are wrong" if isinstance(error, ValidationError) else error
-        return Ended(Ending.CRASHED, error=f"what the agent's process sent cannot be read ({problem})")
-    return Ended(Ending.CRASHED, error=f"the agent's process {fate(await process.exited)} before it had a result")
+        return AttemptEnd(Ending.CRASHED, error=f"what the agent's process sent cannot be read ({problem})")
+    return AttemptEnd(Ending.CRASHED, error=f"the agent's process {fate(await process.exited)} before it had a result")
 
 
 def agent_import(entry: str, folder: Path, plugins: Sequence[Path] | None) -> tuple[Any, ...]:
@@ -275,7 +275,7 @@ class CommandPerAttempt(AgentProcesses):
         self._plugins = plugins
         super().__init__(request(_execute), {}, secrets, memory=memory)
 
-    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
+    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> AttemptEnd:
         with attempt_folder() as folder:
             reports, work = folder / "reports", folder / "work"
             reports.mkdir()
@@ -294,7 +294,7 @@ class CommandPerAttempt(AgentProcesses):
             finally:
                 await asyncio.to_thread(read_spool, reports, recording)
 
-    async def _ended(self, job: Mapping[str, Any], recording: Recording) -> Ended:
+    async def _ended(self, job: Mapping[str, Any], recording: Recording) -> AttemptEnd:
         status, failures = None, list[str]()
         with TemporaryFile() as stderr, _Output() as output:
             try:
@@ -305,17 +305,17 @@ class CommandPerAttempt(AgentProcesses):
                     status = await process.exited
                 await asyncio.wait({output.ended}, timeout=EXIT_GRACE)
             except NoProcessError as error:
-                return Ended(Ending.LOST, error=str(error))
+                return AttemptEnd(Ending.LOST, error=str(error))
             except asyncio.CancelledError:
                 if status is None:
                     raise
             stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _MAX_ERRORS))
             tail = stderr.read(_MAX_ERRORS).decode(errors="replace").strip()
         if failures:
-            return Ended(Ending.CRASHED, error=failures[0])
+            return AttemptEnd(Ending.CRASHED, error=failures[0])
         if status != 0:
             its_end = f"; the end of its stderr: {tail}" if tail else ""
-            return Ended(Ending.CRASHED, error=f"the command {fate(status)}{its_end}")
+            return AttemptEnd(Ending.CRASHED, error=f"the command {fate(status)}{its_end}")
         return finished(_printed(output.of_the_command(recording)))
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from agl_core.capture import Recording
 from agl_core.capture.recording import MAX_PROBLEMS
-from agl_core.client.agent import Ended, closing
+from agl_core.client.agent import AttemptEnd, closing
 from agl_core.client.connection import LightningClient, UnreachableError
 from agl_core.errors import ServerError
 from agl_core.types import AttemptKey, Ending
@@ -62,7 +62,7 @@ class Runner(Protocol):
     async def start(self) -> None:
         """Get ready for the first attempt."""
 
-    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> Ended:
+    async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> AttemptEnd:
         """Run one attempt to its end.
 
         When this is cancelled, nothing of the attempt is left running; if it has ended already, its end is returned.
@@ -212,7 +212,7 @@ class Worker:
             ended = await self._executed(lease, recording, lost)
         except asyncio.CancelledError:
             if not lost.done():
-                request = closing(Ended(self._left, error="the worker was stopped"), recording)
+                request = closing(AttemptEnd(self._left, error="the worker was stopped"), recording)
                 await self._report(lease, request, tries=1)
             raise
         if ended is not None:
@@ -223,7 +223,7 @@ class Worker:
                     self.on_problem(text)
             await self._report(lease, request)
 
-    async def _executed(self, lease: Lease, recording: Recording, lost: asyncio.Future[None]) -> Ended | None:
+    async def _executed(self, lease: Lease, recording: Recording, lost: asyncio.Future[None]) -> AttemptEnd | None:
         """How the attempt ended; None if it was ended here because it was lost."""
         work = asyncio.create_task(self._runner.run(lease.assignment, self._client.base_url, recording))
         either: set[asyncio.Future[Any]] = {work, lost}
@@ -238,10 +238,10 @@ class Worker:
             return work.result()
         except asyncio.CancelledError:
             error = f"the attempt took longer than {lease.timeout:g} seconds"
-            return None if lost.done() else Ended(Ending.TIMED_OUT, error=error)
+            return None if lost.done() else AttemptEnd(Ending.TIMED_OUT, error=error)
         except Exception as error:
             logger.exception("An attempt could not be run.")
-            return Ended(Ending.LOST, error=f"the worker could not run it: {type(error).__name__}: {error}")
+            return AttemptEnd(Ending.LOST, error=f"the worker could not run it: {type(error).__name__}: {error}")
 
     async def _report(self, lease: Lease, request: CloseRequest, tries: int | None = None) -> None:
         """Close the attempt; while the server is away, `tries` times, or until it is back or this is cancelled."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from agl_core import kinds
-from agl_core.config.resolve import Chosen, LoadedConfig, PolicyPlan
+from agl_core.config.resolve import ChosenComponent, LoadedConfig, PolicyPlan
 from agl_core.errors import CapabilityError
 from agl_core.kinds import Capability, Component, Kind
 from agl_core.types import CreditKind
@@ -27,7 +27,7 @@ _OF_THE_ENGINE = {
     Capability.TARGET_KL: "an update that ends at a target KL",
     Capability.TOKEN_IDS: "token ids",
     Capability.TEACHER: "a teacher's log-probabilities",
-    Capability.SCORES: "log-probabilities before the update for its advantages",
+    Capability.RESCORE: "log-probabilities before the update for its advantages",
     Capability.RECORDED_TEXTS: "an engine that trains on recorded texts",
 }
 
@@ -68,13 +68,13 @@ def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
     return f"{'policy' if len(policies) == 1 else 'policies'} {named}: "
 
 
-def _parts(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[Chosen]:
+def _parts(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[ChosenComponent]:
     yield from (plan.algorithm, plan.credit, loaded.store, *loaded.rewards.values())
     if loaded.is_whole:
         yield from (loaded.engine, loaded.buffer, *loaded.tasks.values(), *loaded.trackers.values())
 
 
-def needing(loaded: LoadedConfig, plan: PolicyPlan, need: Capability) -> Iterator[Chosen]:
+def needing(loaded: LoadedConfig, plan: PolicyPlan, need: Capability) -> Iterator[ChosenComponent]:
     """The parts that need this, of those that train one policy."""
     return (chosen for chosen in _parts(loaded, plan) if need in chosen.needs)
 

@@ -31,7 +31,7 @@ _TENSORBOARD = "tensorboard"
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class ChosenComponent:
     """A component that the configuration chose, with its settings."""
 
     component: Component
@@ -67,8 +67,8 @@ class Chosen:
 class PolicyPlan:
     """How one policy learns."""
 
-    algorithm: Chosen
-    credit: Chosen
+    algorithm: ChosenComponent
+    credit: ChosenComponent
 
     @property
     def credit_kind(self) -> CreditKind:
@@ -89,28 +89,28 @@ class LoadedConfig:
     plugins: Plugins
     is_whole: bool
     """True if everything that it names was needed."""
-    single: Mapping[str, Chosen | None]
+    single: Mapping[str, ChosenComponent | None]
     """By kind, where a run has one component of it."""
     policies: Mapping[str, PolicyPlan]
-    tasks: Mapping[str, Chosen]
-    rewards: Mapping[str, Chosen]
+    tasks: Mapping[str, ChosenComponent]
+    rewards: Mapping[str, ChosenComponent]
     """By the name of the table, which need not be the rule's."""
-    trackers: Mapping[str, Chosen]
-    sections: Mapping[str, Chosen]
+    trackers: Mapping[str, ChosenComponent]
+    sections: Mapping[str, ChosenComponent]
 
     @property
-    def engine(self) -> Chosen:
+    def engine(self) -> ChosenComponent:
         return self._one(kinds.ENGINE)
 
     @property
-    def store(self) -> Chosen:
+    def store(self) -> ChosenComponent:
         return self._one(kinds.STORE)
 
     @property
-    def buffer(self) -> Chosen:
+    def buffer(self) -> ChosenComponent:
         return self._one(kinds.BUFFER)
 
-    def _one(self, kind: Kind) -> Chosen:
+    def _one(self, kind: Kind) -> ChosenComponent:
         chosen = self.single[kind]
         if chosen is None:
             raise ConfigError(f"[{kind}] name: {self.plugins.unknown(kind, getattr(self.config, kind).name)}")
@@ -152,7 +152,9 @@ def resolve(config: RunConfig, plugins: Plugins, report: Problems, needs: Collec
     A broken component is missing, and goes to the report if its kind is needed.
     """
     find = _Resolver(plugins, config.folder, report, needs)
-    single: dict[str, Chosen | None] = {kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)}
+    single: dict[str, ChosenComponent | None] = {
+        kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)
+    }
     if (engine := single[kinds.ENGINE]) is not None:
         find.defaults = engine.component.defaults
     single |= {
@@ -190,7 +192,7 @@ class _Resolver:
         """Collects problems with components of a kind; discards them if none is needed."""
         return self._needed if kind in self._needs else Problems(Path())
 
-    def choice(self, kind: Kind, place: Place, section: PluginChoice) -> Chosen | None:
+    def choice(self, kind: Kind, place: Place, section: PluginChoice) -> ChosenComponent | None:
         """The plugin that a section chooses by `name`; tables for other installed ones may stand beside its own."""
         tables = {key: value for key, value in section.settings.items() if isinstance(value, dict)}
         for stray in section.settings.keys() - tables.keys():
@@ -204,7 +206,7 @@ class _Resolver:
         return chosen
 
     def policies(
-        self, sections: Mapping[str, PolicySection], algorithm: Chosen | None, credit: Chosen | None
+        self, sections: Mapping[str, PolicySection], algorithm: ChosenComponent | None, credit: ChosenComponent | None
     ) -> dict[str, PolicyPlan]:
         """The plan of each policy; `algorithm` and `credit` are the run's."""
         plans = {}
@@ -217,7 +219,9 @@ class _Resolver:
                 plans[name] = PolicyPlan(learns_by, credited_by)
         return plans
 
-    def tables(self, kind: Kind, named_by: str, place: Place, tables: Mapping[str, OpenSection]) -> dict[str, Chosen]:
+    def tables(
+        self, kind: Kind, named_by: str, place: Place, tables: Mapping[str, OpenSection]
+    ) -> dict[str, ChosenComponent]:
         """The plugins of tables, each named by its key `named_by`, or else by the table's name."""
         plugins = {}
         for name, table in tables.items():
@@ -227,7 +231,7 @@ class _Resolver:
                 plugins[name] = plugin
         return plugins
 
-    def sections(self, tables: Mapping[str, Any]) -> dict[str, Chosen]:
+    def sections(self, tables: Mapping[str, Any]) -> dict[str, ChosenComponent]:
         """The tables of installed plugins."""
         known, sections = self._plugins.components(kinds.SECTION), {}
         for name, settings in tables.items():
@@ -241,7 +245,7 @@ class _Resolver:
                 sections[name] = chosen
         return sections
 
-    def trackers(self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]) -> dict[str, Chosen]:
+    def trackers(self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]) -> dict[str, ChosenComponent]:
         """The trackers of the sections, but for those that are False, and TensorBoard if it is installed."""
         trackers = {}
         installed = self._plugins.components(kinds.TRACKER)
@@ -259,7 +263,7 @@ class _Resolver:
         place: Place,
         named_at: Place | None = None,
         own: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Chosen | None:
+    ) -> ChosenComponent | None:
         """The plugin of this name; at the place of its settings, the keys `own` are the table's."""
         self.settings[place] = own or None
         component = self._plugins.components(kind).get(name)
@@ -282,7 +286,7 @@ class _Resolver:
             parts = self.tables(kind, "source", (*place, "parts"), options.parts)
             needs = frozenset(need for part in parts.values() for need in part.needs)
             component = replace(component, build=partial(component.build, parts=parts), needs=lambda options: needs)
-        return Chosen(component, with_absolute_paths(options, self._folder))
+        return ChosenComponent(component, with_absolute_paths(options, self._folder))
 
 
 def below(folder: Path, path: Path) -> Path:

@@ -293,7 +293,7 @@ def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Usable:
+class TrainableBatch:
     """The M of N transitions that can be trained on."""
 
     batch: Batch
@@ -305,7 +305,7 @@ class Usable:
 
 def filter_trainable(
     batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None, grammars: bool = True
-) -> Usable:
+) -> TrainableBatch:
     """Drop what cannot be trained on; its rewards of one step go to the calls before it.
 
     With returns, a rollout that has no transition left is still compared with its group. Without a model's limits, only
@@ -354,7 +354,7 @@ def filter_trainable(
             absent_values_A=np.concatenate([batch.absent_values_A, means]),
             absent_groups_A=np.concatenate([batch.absent_groups_A, batch.group_N[lost_N][first]]),
         )
-    return Usable(subset(batch, places), places, dropped)
+    return TrainableBatch(subset(batch, places), places, dropped)
 
 
 def subset(batch: Batch, chosen: NDArray[np.int64]) -> Batch:

@@ -16,7 +16,7 @@ import pytest
 
 from agl_core.capture import Recording, current_attempt, record_tool_result, reward
 from agl_core.client import agent as agent_module
-from agl_core.client.agent import Agent, AgentContext, Ended, TaskPerAttempt, closing, crashed
+from agl_core.client.agent import Agent, AgentContext, AttemptEnd, TaskPerAttempt, closing, crashed
 from agl_core.client.connection import LightningClient, RefusedError
 from agl_core.client.local import choose_runner
 from agl_core.client.processes import CommandPerAttempt, ProcessPerAttempt
@@ -157,7 +157,7 @@ async def test_an_agent_that_has_ended_is_not_cancelled_any_more() -> None:
     )
     await ended.wait()
     running.cancel()
-    assert await running == Ended(Ending.FINISHED, "done")
+    assert await running == AttemptEnd(Ending.FINISHED, "done")
 
 
 # Attempts run as tasks or in processes; an agent for which that is the wrong place is named.
@@ -336,7 +336,7 @@ async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read()
 def test_whatever_an_tool_result_has_in_it_the_others_are_reported_with_it(hard: ToolResult) -> None:
     request = as_the_server_reads(
         closing(
-            Ended(Ending.FINISHED, "done"),
+            AttemptEnd(Ending.FINISHED, "done"),
             recording_of(make.tool_result("first", result=1), hard, make.tool_result("last", result={"b": 2})),
         )
     )
@@ -351,7 +351,7 @@ def test_what_has_no_room_at_all_is_left_out_and_counted_as_a_problem() -> None:
     )
     for number in range(9_000):
         recording.reward(RewardReport(name=f"{number} {'n' * 2000}", value=1))
-    request = as_the_server_reads(closing(Ended(Ending.FINISHED, 1.0), recording))
+    request = as_the_server_reads(closing(AttemptEnd(Ending.FINISHED, 1.0), recording))
     for kept in (request.tool_results, request.rewards):
         assert 1000 < len(kept) < 9_000
         assert [(getattr(report, "id", None) or report.name).partition(" ")[0] for report in kept] == [
@@ -370,5 +370,5 @@ def test_errors_are_reported_whatever_they_say() -> None:
         assert request.ending is Ending.CRASHED
         assert request.error.startswith(f"{type(error).__name__}: ")
         assert len(request.error) < 70_000
-    request = as_the_server_reads(closing(Ended(Ending.LOST, error="\x01" * (9 << 20)), Recording()))
+    request = as_the_server_reads(closing(AttemptEnd(Ending.LOST, error="\x01" * (9 << 20)), Recording()))
     assert "more characters" in (request.error or "")

@@ -139,7 +139,7 @@ async def test_an_engine_says_by_name_what_it_does_not_support() -> None:
     plain.report_stages(print)
     for method, arguments in {
         "tokenize": ("default", []), "logprobs": ("default", None),
-        "publish": ("default", None), "withdraw": ("default",),
+        "load_policy": ("default", None), "unload_policy": ("default",),
     }.items():  # fmt: skip
         with pytest.raises(EngineError, match=f"The engine Plain does not support '{method}'"):
             await getattr(plain, method)(*arguments)

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from agl_core.config.load import CONFIG_FILE
 from agl_core.config.models import MixtureOptions
-from agl_core.config.resolve import Chosen
+from agl_core.config.resolve import ChosenComponent
 from agl_core.config.sections import Section
 from agl_core.errors import ConfigError, EpisodesError, nearest
 from agl_core.protocols import RecordedTasks, TaskSource, train_index
@@ -255,7 +255,7 @@ class Mixture:
 
     size = None
 
-    def __init__(self, options: MixtureOptions, folder: Path, seed: int, parts: Mapping[str, Chosen]) -> None:
+    def __init__(self, options: MixtureOptions, folder: Path, seed: int, parts: Mapping[str, ChosenComponent]) -> None:
         self._seed = seed
         self._parts: dict[str, TaskSource] = {name: part.build(folder, seed) for name, part in parts.items()}
         for name, part in self._parts.items():

@@ -19,7 +19,7 @@ from agl_core.capture import Recording
 from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.recording import read_spool
 from agl_core.cli.words import amount, codex_hint, one_line
-from agl_core.client.agent import OTHER_KEY, Ended, attempt_variables, closing
+from agl_core.client.agent import OTHER_KEY, AttemptEnd, attempt_variables, closing
 from agl_core.client.processes import attempt_folder
 from agl_core.config.load import LoadedConfig, load
 from agl_core.config.models import UntrainedConfig
@@ -155,7 +155,7 @@ async def _record(
         status, interrupted, recording = await _launch(command, lease, server.base_url, config.plugin_files)
         ending = Ending.FINISHED if status == 0 else Ending.CANCELLED if interrupted else Ending.CRASHED
         error = f"the command ended with status {status}" if ending is Ending.CRASHED else None
-        await server.queue.close_attempt(key, closing(Ended(ending, {"exit_status": status}, error), recording))
+        await server.queue.close_attempt(key, closing(AttemptEnd(ending, {"exit_status": status}, error), recording))
         [report] = await reports_of(server.store, [rollout])
         _summarise(report.attempts[0], recording, folder)
         if not report.attempts[0].episode.transitions and (hint := codex_hint(command)):

@@ -156,11 +156,11 @@ class ProcessEngine(Engine, Generic[Options]):
         scores: ResponseScores = await self._ask("logprobs", policy, batch)
         return scores
 
-    async def publish(self, name: str, spec: PolicySpec) -> None:
-        await self._ask("publish", name, spec)
+    async def load_policy(self, name: str, spec: PolicySpec) -> None:
+        await self._ask("load_policy", name, spec)
 
-    async def withdraw(self, name: str) -> None:
-        await self._ask("withdraw", name)
+    async def unload_policy(self, name: str) -> None:
+        await self._ask("unload_policy", name)
 
     async def stop(self) -> None:
         """End the process; calling it again changes nothing."""

@@ -77,13 +77,13 @@ class Relay:
         """The destination of a call of this group, held until the block ends; ApiError 503 if there is none."""
         yield self.current_destination()
 
-    def serve(self, upstream: Upstream, settings: RunSettings) -> None:
+    def connect(self, upstream: Upstream, settings: RunSettings) -> None:
         """Forward to this model server from now on."""
-        self.withdraw()
+        self.disconnect()
         self._destination = Destination(upstream, settings, UpstreamClient(upstream, settings.timeout), self.versions)
         self._lend(True)
 
-    def withdraw(self) -> None:
+    def disconnect(self) -> None:
         """Refuse new calls; those in flight go on."""
         self._lend(False)
         destination, self._destination = self._destination, None

@@ -175,11 +175,11 @@ class RolloutQueue:
     async def cancel(self, ids: Collection[str], ending: Ending = Ending.CANCELLED) -> None:
         """End these rollouts, queued or running; others are passed over."""
         while True:
-            withdrawn, leases = await self._store.withdraw(ids, ending)
-            if withdrawn:
+            cancelled, leases = await self._store.cancel_waiting(ids, ending)
+            if cancelled:
                 self.ended = time.time()
                 self._wake()
-            if not leases:  # One that is tried again is withdrawn, too.
+            if not leases:  # One that is tried again is cancelled, too.
                 return
             held = [active for key in leases if (active := await self._known(key))]
             await asyncio.gather(*(self._end(active, CloseRequest(ending=ending)) for active in held))

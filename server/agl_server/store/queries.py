@@ -80,7 +80,9 @@ def end_lease(connection: sqlite3.Connection, key: AttemptKey) -> bool:
     return connection.execute("DELETE FROM leases WHERE rollout = ? AND attempt = ?", key).rowcount > 0
 
 
-def withdraw(connection: sqlite3.Connection, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
+def cancel_waiting(
+    connection: sqlite3.Connection, ids: Collection[str], ending: Ending
+) -> tuple[int, list[AttemptKey]]:
     those, asked = "IN (SELECT value FROM json_each(?))", orjson.dumps(list(ids)).decode()
     with transaction(connection):
         bodies = connection.execute(

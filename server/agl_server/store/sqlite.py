@@ -96,9 +96,9 @@ class SqliteStore(Store):
     async def renew(self, worker: str, attempts: Collection[AttemptKey]) -> set[AttemptKey]:
         return await self._written(lambda writer: writer.write(partial(queries.renew, worker=worker, keys=attempts)))
 
-    async def withdraw(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
+    async def cancel_waiting(self, ids: Collection[str], ending: Ending) -> tuple[int, list[AttemptKey]]:
         return await self._written(
-            lambda writer: writer.between_writes(partial(queries.withdraw, ids=ids, ending=ending))
+            lambda writer: writer.between_writes(partial(queries.cancel_waiting, ids=ids, ending=ending))
         )
 
     async def rollout(self, prefix: str) -> Rollout:

@@ -108,7 +108,7 @@ async def open_session(
         if weights is not None:
             await engine.load(weights)
         server.serve(upstream, await engine.versions())
-        stack.callback(server.relay.withdraw)
+        stack.callback(server.relay.disconnect)
         workers = None
         if starting is not None:
             workers = await starting

@@ -141,7 +141,7 @@ async def test_until_there_is_an_engine_rollouts_wait_and_calls_are_to_be_tried_
     server.serve(engine(empty.upstream), {})
     await queue.enqueue([make.rollout("a"), make.rollout("b")])
     [lease] = (await queue.lease(LeaseRequest(worker="w", capacity=1))).leases
-    server.relay.withdraw()
+    server.relay.disconnect()
     async with httpx.AsyncClient(trust_env=False, headers={"x-api-key": lease.key}) as agent:
         for path, body in (("chat/completions", {"messages": HELLO}), ("messages", {"messages": HELLO})):
             url = f"{server.base_url}{lease.path}/v1/{path}"

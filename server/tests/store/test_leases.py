@@ -62,14 +62,14 @@ async def test_an_end_that_cannot_be_stored_ends_nothing(store: SqliteStore) -> 
 async def test_what_is_withdrawn_while_it_is_claimed_or_tried_again_waits_or_is_leased(store: SqliteStore) -> None:
     """Committed together, none of them sees the other half done."""
     await store.put(make.rollout("a"))
-    [_, (withdrawn, held)] = await asyncio.gather(claimed(store), store.withdraw(["a"], Ending.CANCELLED))
-    assert (withdrawn, held) in [(1, []), (0, [A])]
+    [_, (cancelled, held)] = await asyncio.gather(claimed(store), store.cancel_waiting(["a"], Ending.CANCELLED))
+    assert (cancelled, held) in [(1, []), (0, [A])]
     await store.put(make.rollout("b"))
     [key] = await claimed(store, 1)
-    [_, (withdrawn, held)] = await asyncio.gather(
-        store.end(key, make.rollout(key.rollout)), store.withdraw([key.rollout], Ending.CANCELLED)
+    [_, (cancelled, held)] = await asyncio.gather(
+        store.end(key, make.rollout(key.rollout)), store.cancel_waiting([key.rollout], Ending.CANCELLED)
     )
-    assert (withdrawn, held) in [(1, []), (0, [key])]
+    assert (cancelled, held) in [(1, []), (0, [key])]
 
 
 async def test_a_cancelled_claim_takes_nothing(store: SqliteStore) -> None:

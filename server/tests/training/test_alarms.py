@@ -332,7 +332,7 @@ async def test_who_waits_for_whom() -> None:
         assert await seen() == f"1 agent (r0) in the tool 'search', the longest for N s{busy}"
         await queue.cancel([key.rollout])
         assert await seen() == "no worker runs a rollout, and 1 wait in the queue"
-        stack.server.relay.withdraw()
+        stack.server.relay.disconnect()
         assert await seen() == "no engine answers model calls, so that rollouts wait"
 
 

@@ -90,8 +90,8 @@ async def test_a_start_says_its_stages_and_where_it_serves_and_everything_crosse
         stats = dict(await engine.stats())
         assert stats.pop("peak_rss_bytes") > 2**20, "of the process, which the engine itself does not count"
         assert (await engine.versions(), stats) == ({"default": 5}, {"tokens_decoded": 5.0, "seed": 3})
-        with pytest.raises(EngineError, match="does not support 'withdraw'"):
-            await engine.withdraw("default")
+        with pytest.raises(EngineError, match="does not support 'unload_policy'"):
+            await engine.unload_policy("default")
         monkeypatch.chdir(tmp_path)
         await engine.save(Path("."))
         assert (tmp_path / "saved").read_text() == str(tmp_path)

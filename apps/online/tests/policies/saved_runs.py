@@ -85,12 +85,12 @@ class LoadingEngine:
             raise EngineError("The engine was lost.")
         return {}
 
-    async def publish(self, name: str, spec: PolicySpec) -> None:
+    async def load_policy(self, name: str, spec: PolicySpec) -> None:
         if self.is_lost or spec.version in self.fails:
             raise EngineError("The weights cannot be read.")
         self.loaded[name] = spec
 
-    async def withdraw(self, name: str) -> None:
+    async def unload_policy(self, name: str) -> None:
         del self.loaded[name]
 
     @property

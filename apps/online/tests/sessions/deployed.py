@@ -113,4 +113,4 @@ async def deployed(
         source = Sessions(section, store, keys, answering or relay, run="run", folder=folder)
         async with running_stack(store=store, keys=keys, source=source) as stack:
             yield Deployed(stack, store, model, http, source)
-        relay.withdraw()
+        relay.disconnect()

@@ -16,7 +16,7 @@ import pytest
 from testing_aids import run_python
 
 import agl_core
-from agl_core.apis.alone import Alone
+from agl_core.apis.alone import LocalRollouts
 from agl_core.apis.reply import called, reasoning_of
 from agl_core.capture import identify, running
 from agl_core.learning.rewards import reported
@@ -42,7 +42,7 @@ class Endpoint:
 
     def __init__(self, stack: Stack, key: Any) -> None:
         self.stack, self.key = stack, key
-        self.alone = Alone()
+        self.alone = LocalRollouts()
 
     async def ask(self, route: str, *bodies: Mapping[str, Any], leave: bool = False) -> Episode:
         """The episode of an agent that sends these requests; it may `leave` each stream after its first part."""
@@ -127,7 +127,9 @@ async def test_a_stream_that_is_left_is_a_call_that_was_cut(endpoint: Endpoint) 
     assert transition.finish_reason is FinishReason.ABORTED
 
 
-def reply_to(alone: Alone, url: str, request: Mapping[str, Any], response: Any, *, stream: bool = False) -> Episode:
+def reply_to(
+    alone: LocalRollouts, url: str, request: Mapping[str, Any], response: Any, *, stream: bool = False
+) -> Episode:
     """The latest episode of an agent that sends one request, to which this is the reply."""
     wire, rollout = httpx.MockTransport(lambda _: response), alone.begin("r")
     with httpx.Client(transport=wire) as client, running(rollout.attempt):
@@ -140,7 +142,7 @@ def test_what_agl_would_not_pass_on_is_kept_as_its_api_has_it() -> None:
     said = {"type": "message", "id": "m", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}
     reply = httpx.Response(200, json={"id": "r", "object": "response", "output": [HOSTED, said]})
     request = {"model": "m", "instructions": "Search.", "input": [*HELLO, HOSTED]}
-    (transition,) = reply_to(Alone(), "https://api.openai.com/v1/responses", request, reply).transitions
+    (transition,) = reply_to(LocalRollouts(), "https://api.openai.com/v1/responses", request, reply).transitions
     assert transition.messages == ({"role": "system", "content": "Search."}, *HELLO, HOSTED)
     assert transition.response["content"] == "4"
 
@@ -151,19 +153,21 @@ def test_a_stream_may_be_compressed() -> None:
     headers = {"content-type": "text/event-stream; charset=utf-8", "content-encoding": "gzip"}
     reply = httpx.Response(200, headers=headers, stream=httpx.ByteStream(body))
     request = {"model": "m", "messages": HELLO, "stream": True}
-    (transition,) = reply_to(Alone(), "https://a.example/chat/completions", request, reply, stream=True).transitions
+    (transition,) = reply_to(
+        LocalRollouts(), "https://a.example/chat/completions", request, reply, stream=True
+    ).transitions
     assert transition.response["content"] == "4"
 
 
 def test_a_call_to_an_unknown_api_is_counted_and_nothing_else_is() -> None:
-    alone, gemini = Alone(), "https://generativelanguage.googleapis.com/v1beta/models/gemini-9:generateContent"
+    alone, gemini = LocalRollouts(), "https://generativelanguage.googleapis.com/v1beta/models/gemini-9:generateContent"
     for url, counted in ((gemini, {gemini: 1}), ("https://a.example/search", None)):
         episode = reply_to(alone, url, {}, httpx.Response(200, json={}))
         assert (episode.transitions, episode.bypassed) == ((), counted)
 
 
 async def test_a_call_by_another_library_is_counted(stack: Stack) -> None:
-    alone = Alone()
+    alone = LocalRollouts()
     rollout = alone.begin("r")
     async with aiohttp.ClientSession() as session:
         with running(rollout.attempt):
@@ -198,7 +202,7 @@ async def test_a_call_that_is_recorded_is_not_counted_though_another_library_car
 
 
 def test_the_rewards_that_the_agent_reports_are_in_the_episode() -> None:
-    alone = Alone()
+    alone = LocalRollouts()
     rollout = alone.begin("r")
     with running(rollout.attempt):
         agl_core.reward(0.5)
@@ -210,7 +214,7 @@ def test_the_rewards_that_the_agent_reports_are_in_the_episode() -> None:
 
 
 def test_the_latest_runs_are_kept() -> None:
-    alone = Alone(keep=2)
+    alone = LocalRollouts(keep=2)
     for name in "abc":
         alone.begin(name).finish(name)
     assert [episode.result for episode in alone.episodes()] == ["b", "c"]
@@ -231,8 +235,8 @@ def test_an_agents_environment_needs_no_web_framework() -> None:
 
         for absent in ("starlette", "uvicorn", "httptools"):
             sys.modules[absent] = None
-        from agl_core.apis.alone import Alone
+        from agl_core.apis.alone import LocalRollouts
 
-        assert Alone().episodes() == []
+        assert LocalRollouts().episodes() == []
         """
     )
