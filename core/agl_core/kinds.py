@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, NewType
+from typing import Any, Concatenate, NewType, ParamSpec
 
 from pydantic import BaseModel, ConfigDict
 
 from agl_core.types import CreditKind
+
+P = ParamSpec("P")
 
 
 class Capability(StrEnum):
@@ -73,40 +74,12 @@ class NoOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
 class Component:
-    """One thing that a plugin brought (see `Register`)."""
+    """One thing that a plugin brought."""
 
-    kind: Kind
-    name: str
-    build: Callable[..., Any]
-    """Makes it from its settings, and from what its kind's builder also gets."""
-    origin: str
-    """The distribution and version, or the file, that it came from."""
-    doc: str = ""
-    options: type[BaseModel] = NoOptions
-    needs: Callable[[Any], frozenset[Capability]] = lambda options: frozenset()
-    provides: frozenset[Capability] = frozenset()
-    yields: frozenset[CreditKind] = frozenset()
-    takes: Callable[[Any], CreditKind | None] = lambda options: CreditKind.RETURN
-    status_rules: tuple[Any, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """For messages: kind, name and origin."""
-        return f"{self.kind} '{self.name}' ({self.origin})"
-
-
-class Register:
-    """The argument of `register_components`: call it for each component. It keeps those of one plugin."""
-
-    def __init__(self, origin: str) -> None:
-        self._origin = origin
-        self.components: list[Component] = []
-
-    def __call__(
+    def __init__(
         self,
+        origin: str,
         kind: Kind,
         name: str,
         build: Callable[..., Any],
@@ -120,7 +93,7 @@ class Register:
         status_rules: Iterable[Any] = (),
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Bring a component.
+        """Its `origin` is the distribution and version, or the file, that it came from.
 
         `options` is a pydantic model of the settings, which `build` gets first; `doc` is by default the first line of
         the builder's docstring. `needs` is what the component needs of the rest of the run, `provides` what it offers.
@@ -133,18 +106,33 @@ class Register:
             raise TypeError(
                 f"{kind} '{name}' must say what its values are: yields=agl_core.CreditKind.RETURN or REWARD"
             )
-        component = Component(
-            kind=kind,
-            name=name,
-            build=build,
-            origin=self._origin,
-            doc=(doc or build.__doc__ or "").strip().split("\n", 1)[0],
-            options=options,
-            needs=lambda chosen: frozenset(needs(chosen) if callable(needs) else needs),
-            provides=frozenset(provides),
-            yields=frozenset({yields} if isinstance(yields, CreditKind) else yields),
-            takes=lambda chosen: takes(chosen) if callable(takes) else takes,
-            status_rules=tuple(status_rules),
-            defaults=dict(defaults),
+        self.origin, self.kind, self.name, self.build, self.options = origin, kind, name, build, options
+        self.doc = (doc or build.__doc__ or "").strip().split("\n", 1)[0]
+        self.needs: Callable[[Any], frozenset[Capability]] = lambda chosen: frozenset(
+            needs(chosen) if callable(needs) else needs
         )
-        self.components.append(component)
+        self.takes: Callable[[Any], CreditKind | None] = lambda chosen: takes(chosen) if callable(takes) else takes
+        self.provides = frozenset(provides)
+        self.yields = frozenset({yields} if isinstance(yields, CreditKind) else yields)
+        self.status_rules, self.defaults = tuple(status_rules), dict(defaults)
+
+    @property
+    def label(self) -> str:
+        """For messages: kind, name and origin."""
+        return f"{self.kind} '{self.name}' ({self.origin})"
+
+
+def _registering(make: Callable[Concatenate[str, P], Component]) -> Callable[Concatenate[Register, P], None]:
+    def register(self: Register, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self.components.append(make(self.origin, *args, **kwargs))
+
+    return register
+
+
+class Register:
+    """The argument of `register_components`: call it as `Component`, without the origin, for each component."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin, self.components = origin, list[Component]()
+
+    __call__ = _registering(Component)

@@ -68,8 +68,8 @@ class Lines(Observer):
 def scripted_config(config: RunConfig, plugins: Plugins | None = None) -> Any:
     """A loaded configuration with one policy, whose credit rule is `identical`."""
     returns = frozenset({CreditKind.RETURN})
-    credit = ChosenComponent(Component(kinds.CREDIT, "scripted", lambda _: identical, "", yields=returns), NoOptions())
-    algorithm = ChosenComponent(Component(kinds.ALGORITHM, "scripted", lambda _: None, ""), NoOptions())
+    credit = ChosenComponent(Component("", kinds.CREDIT, "scripted", lambda _: identical, yields=returns), NoOptions())
+    algorithm = ChosenComponent(Component("", kinds.ALGORITHM, "scripted", lambda _: None), NoOptions())
     policies = {"default": PolicyPlan(algorithm, credit)}
     return SimpleNamespace(
         config=config, policies=policies, plugins=plugins or Plugins(), imitates=False, is_rewarded=True

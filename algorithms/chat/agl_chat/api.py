@@ -138,7 +138,7 @@ def _event(body: Mapping[str, Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
+class PendingReply:
     """A chat request on its way through the sampler."""
 
     chat: ChatRequest
@@ -163,7 +163,7 @@ class ModelServer:
         self._context_length = context_length
         self._sessions = ReplyMemory(self.text)
 
-    def begin(self, chat: ChatRequest, session: str | None, *, moved: bool = False) -> Exchange:
+    def begin(self, chat: ChatRequest, session: str | None, *, moved: bool = False) -> PendingReply:
         """Make a sampling request of a chat request. Raises ApiError if it cannot be answered.
 
         `moved`: other servers answered earlier calls of the session.
@@ -212,7 +212,7 @@ class ModelServer:
             roles = enumerate(message["role"] for message in messages)
             ignored |= {f"messages.{at}.role": role for at, role in roles if role == "system" and at >= kept}
         parser = self.text.parser(chat.shown_tools, is_thinking=prompt.is_thinking)
-        return Exchange(chat, session, messages, prompt, request, parser, tuple(ignored))
+        return PendingReply(chat, session, messages, prompt, request, parser, tuple(ignored))
 
     def _tool_format(self, chat: ChatRequest) -> ToolFormat | None:
         if not chat.shown_tools:
@@ -222,12 +222,12 @@ class ModelServer:
             raise wrong("tools", f"{problem} (see agl_chat.formats)", code="tools_not_supported")
         return self.text.tool_format
 
-    def response_text(self, exchange: Exchange) -> ResponseText:
+    def response_text(self, exchange: PendingReply) -> ResponseText:
         """An empty text for a response's tokens."""
         return ResponseText(self.text.decode, exchange.parser, exchange.chat.stops)
 
     def finish(
-        self, exchange: Exchange, generated: Generated, texts: Sequence[ResponseText] | None = None
+        self, exchange: PendingReply, generated: Generated, texts: Sequence[ResponseText] | None = None
     ) -> dict[str, Any]:
         """The reply's body; the session remembers it. `texts` are those of the responses where they were streamed."""
         if texts is None:
@@ -273,7 +273,7 @@ class ModelServer:
             }
         return body
 
-    def of_tokens(self, exchange: Exchange, tokens: Sequence[SampledToken]) -> dict[str, Any]:
+    def of_tokens(self, exchange: PendingReply, tokens: Sequence[SampledToken]) -> dict[str, Any]:
         """The fields of a choice, or of its part in a chunk, about these tokens of it."""
         fields: dict[str, Any] = {"logprobs": None}
         if exchange.chat.logprobs:
@@ -295,7 +295,7 @@ class ModelServer:
         known = None if "\N{REPLACEMENT CHARACTER}" in piece else list(piece.encode())
         return {"token": piece, "logprob": logprob, "bytes": known}
 
-    def head(self, exchange: Exchange) -> dict[str, Any]:
+    def head(self, exchange: PendingReply) -> dict[str, Any]:
         """The fields that a reply and each of its chunks begin with."""
         return {"id": exchange.request.id, "created": int(time.time()), "model": self.name}
 
@@ -324,7 +324,7 @@ def stop_at(text: ChatText, stops: Sequence[str]) -> Callable[[Sequence[int]], b
     return stopped
 
 
-def _message(parsed: Parsed, exchange: Exchange, choice: int) -> Message:
+def _message(parsed: Parsed, exchange: PendingReply, choice: int) -> Message:
     message: Message = {"role": "assistant", "content": parsed.content, "refusal": None}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning
@@ -337,14 +337,14 @@ def _message(parsed: Parsed, exchange: Exchange, choice: int) -> Message:
     return message
 
 
-def _call_id(exchange: Exchange, choice: int, position: int) -> str:
+def _call_id(exchange: PendingReply, choice: int, position: int) -> str:
     """Unique in its rollout, and the same when the same rollout is run again: some templates show it to the model."""
     request = exchange.request
     origin = (exchange.session or request.id, request.prompt_ids.tobytes(), request.seed, choice, position)
     return f"call_{hashlib.blake2b(repr(origin).encode(), digest_size=12).hexdigest()}"
 
 
-async def stream_reply(model: ModelServer, exchange: Exchange, backend: Backend) -> AsyncGenerator[dict[str, Any]]:
+async def stream_reply(model: ModelServer, exchange: PendingReply, backend: Backend) -> AsyncGenerator[dict[str, Any]]:
     """The chunks of a reply. Each has the tokens that came since the one before, also where their text comes later.
 
     The first has the prompt's ids, the last one usage and agl's extras, if they are asked for. Closing the iterator

@@ -219,7 +219,7 @@ class SglangBackend(HttpBackend):
             "n": request.n,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            # What the model's generation_config.json sets holds unless it is named.
+            # The model's generation_config.json holds for a field that is not named.
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,

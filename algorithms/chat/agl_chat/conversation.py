@@ -395,7 +395,7 @@ class ReplyMemory:
                 return None
         if not self._has_ended(choice):  # A reply cut short gets the end token that the template writes.
             sampled = self._text.decode(choice.ids.tolist())
-            # Of reasoning that was cut, the template also writes the end.
+            # The template also writes the end of reasoning that was cut.
             text = next((start for start in (sampled, sampled.rstrip()) if written.startswith(start)), written)
             return np.array(self._text.encode(full[start + len(text) :]), np.int32)
         last = int(choice.ids[-1])

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from agl_chat import api
-from agl_chat.api import CHAT_COMPLETIONS, MODELS, Exchange, create_app
+from agl_chat.api import CHAT_COMPLETIONS, MODELS, PendingReply, create_app
 from agl_chat.backends import Generated, Request, Response, SampledToken
 from agl_core.apis.errors import ApiError
 from agl_core.types import FinishReason
@@ -257,7 +257,7 @@ async def test_what_takes_long_keeps_nobody_waiting(qwen: ServedModel, monkeypat
     served, begun, go_on = qwen.server(), threading.Event(), threading.Event()
     begin = served.begin
 
-    def begin_late(*arguments: Any, **more: Any) -> Exchange:
+    def begin_late(*arguments: Any, **more: Any) -> PendingReply:
         begun.set()
         go_on.wait()
         return begin(*arguments, **more)

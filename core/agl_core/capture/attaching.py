@@ -84,7 +84,7 @@ class Attachment:
 
     def _look_for(self, module: str, adapter: Adapter, parent: ModuleType) -> None:
         """Report an adapter that waits in vain: the framework is installed, and has no such module."""
-        # What a namespace lacks is not installed, for it belongs to several packages.
+        # A namespace belongs to several packages: the one with this module may not be installed.
         is_package = getattr(parent, "__file__", None) is not None
         path = getattr(parent, "__path__", [])
         if is_package and module not in sys.modules and PathFinder.find_spec(module, path) is None:
@@ -206,7 +206,7 @@ def bootstrap_variables(
 
 @functools.cache
 def _own_frameworks(*files: Path) -> frozenset[str]:
-    # What is installed does not change, and a worker asks for each attempt.
+    # A worker asks for each attempt, and the packages stay the same.
     return frozenset(adapter.framework for adapter in _adapters(files))
 
 

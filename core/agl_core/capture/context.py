@@ -217,7 +217,7 @@ def state(**values: Any) -> None:
 def packed_variables() -> str | None:
     """The variables of this context as a header's value, the longest cut first; None if there are none."""
     scope, limit = current_scope(), _MAX_STATE
-    # What the agent itself has set wins over what its framework has.
+    # The agent's own values win over its framework's.
     variables = {**((scope and scope.variables) or {}), **HERE.get().variables}
     if not variables:
         return None

@@ -95,7 +95,7 @@ def _validated(
     if isinstance(file := data.get("prompts"), str):
         folder = path.parent / Path(data.get("folder", "")).expanduser()
         data["prompts"] = _read(below(folder, Path(file))).get("prompts", {})
-    # What is for a plugin alone needs no tasks or no model; with both, it is to be trained too.
+    # A file for a plugin alone needs no tasks or no model; one with both is to be trained too.
     names = {field.alias or name for name, field in RunConfig.model_fields.items()}
     is_plugins = bool(data.keys() - names) and not {"tasks", "policies"} <= data.keys()
     config = report.validated(UntrainedConfig if is_plugins else RunConfig, data)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -285,7 +286,8 @@ class _Resolver:
         if isinstance(options, MixtureOptions):
             parts = self.tables(kind, "source", (*place, "parts"), options.parts)
             needs = frozenset(need for part in parts.values() for need in part.needs)
-            component = replace(component, build=partial(component.build, parts=parts), needs=lambda options: needs)
+            component = copy(component)
+            component.build, component.needs = partial(component.build, parts=parts), lambda options: needs
         return ChosenComponent(component, with_absolute_paths(options, self._folder))
 
 

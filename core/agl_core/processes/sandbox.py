@@ -222,7 +222,7 @@ def _memory_in_use() -> int:
     return 0
 
 
-# What follows speaks to Linux. Its structures and numbers are those of capabilities(7), landlock(7) and seccomp(2).
+# The rest speaks to Linux. Its structures and numbers are those of capabilities(7), landlock(7) and seccomp(2).
 
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _READ = 0b1101
