@@ -69,8 +69,6 @@ KINDS = (ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, BUFFER, STORE, TASK_SOURCE,
 
 
 class NoOptions(BaseModel):
-    """The settings of a component that has none."""
-
     model_config = ConfigDict(extra="forbid")
 
 

@@ -50,8 +50,6 @@ def lazily(package: str, **modules: str) -> Callable[[str], Any]:
 
 @dataclass(frozen=True, slots=True)
 class BrokenPlugin:
-    """An installed plugin that cannot be used."""
-
     name: str
     origin: str
     """Its distribution and version."""

@@ -223,7 +223,6 @@ class ModelServer:
         return self.text.tool_format
 
     def response_text(self, exchange: PendingReply) -> ResponseText:
-        """An empty text for a response's tokens."""
         return ResponseText(self.text.decode, exchange.parser, exchange.chat.stops)
 
     def finish(

@@ -91,8 +91,6 @@ class Response:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generated:
-    """The responses to one request."""
-
     request: Request
     responses: tuple[Response, ...]
     version: int
@@ -311,7 +309,6 @@ def _form(request: Request) -> dict[str, Any] | None:
 
 
 def _sglang_form(form: Mapping[str, Any]) -> dict[str, Any]:
-    """The form as SGLang names it."""
     written: dict[str, Any] = {}
     for kind, value in form.items():
         match kind:

@@ -42,7 +42,6 @@ _PART, _CUT = 1 << 16, 16
 
 
 def overflow(problem: str) -> ApiError:
-    """The refusal of a conversation that leaves no room for a response."""
     return wrong("messages", f"{problem}: there is no room for a response. Shorten them", code=CONTEXT_OVERFLOW)
 
 
@@ -151,7 +150,6 @@ class ChatText:
         return self.thinking is not None and prompt.rstrip().endswith(self.thinking.first)
 
     def parser(self, tools: Tools, *, is_thinking: bool = False) -> ReplyParser:
-        """A parser of one reply, which looks for calls if there are tools."""
         return ReplyParser(self.tool_format if tools else None, tools, self.thinking, is_thinking)
 
     def forced_prefix(self, tool: str | None, *, is_thinking: bool) -> str:

@@ -17,8 +17,6 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a model asked for."""
-
     name: str
     arguments: dict[str, Any]
 

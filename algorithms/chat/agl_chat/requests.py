@@ -29,8 +29,6 @@ _StopString = Annotated[str, Field(max_length=256)]
 
 
 class FunctionTool(BaseModel):
-    """A function that the model may call."""
-
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str = Field(min_length=1)

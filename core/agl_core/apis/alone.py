@@ -52,8 +52,6 @@ _DIALECTS: Mapping[str, Dialect] = {
 
 
 class LocalRollout:
-    """One run of an agent."""
-
     def __init__(self, id: str, task: Task, ended: deque[LocalRollout]) -> None:
         self.attempt = AttemptContext(id, 0, "", "", Recording(), calls=[])
         """Entered around the agent."""

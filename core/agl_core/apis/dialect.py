@@ -224,7 +224,6 @@ class Dialect(ABC):
         return rendered(self.whole(request, reply))
 
     def refuse(self, error: ApiError) -> Response:
-        """The error in this API's shape."""
         return openai_error(error)
 
 
@@ -257,7 +256,6 @@ def housekeeping(request: Mapping[str, Any]) -> str | None:
 
 
 def wrong(param: str, problem: str, code: str = "invalid_type") -> ApiError:
-    """The error for an invalid value."""
     return ApiError(400, f"'{param}' {problem}.", param=param, code=code)
 
 

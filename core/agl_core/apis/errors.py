@@ -57,7 +57,6 @@ def _away(message: str, code: str, retry_after: int) -> ApiError:
 
 
 def no_upstream() -> ApiError:
-    """The 503 for a model call while there is no engine."""
     message = "No engine serves a model now, so agl cannot answer; this call may be tried again."
     return _away(message, "no_upstream", 2)
 
@@ -88,7 +87,6 @@ def as_answer(error: Exception, path: str) -> ApiError:
 
 
 def attempt_closed(rollout: str, attempt: int) -> ApiError:
-    """The 410 for every call of an attempt that has ended."""
     return ApiError(
         410,
         f"Attempt {attempt} of rollout {rollout} is closed: it finished, timed out or was cancelled. "
@@ -104,7 +102,6 @@ def openai_problem(error: ApiError) -> dict[str, Any]:
 
 
 def openai_error(error: ApiError) -> Response:
-    """The answer in that shape."""
     return rendered(openai_problem(error), error.status, error.headers)
 
 

@@ -201,7 +201,6 @@ def read_reply(
 
 
 def not_a_completion(error: Exception, body: bytes) -> ApiError:
-    """The 502 for an unreadable reply of the model server."""
     problem = f"is not a chat completion ({type(error).__name__}: {error}). It began with {body[:80]!r}."
     return ApiError(502, f"The model server's reply {problem}", type="upstream_error", code="upstream_garbage")
 

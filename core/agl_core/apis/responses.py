@@ -228,7 +228,6 @@ def _ended(reply: Reply) -> dict[str, Any]:
 
 
 def _item(request: ModelRequest, own_id: Json, block: Block, status: str) -> dict[str, Any]:
-    """The output item of a block."""
     if block.kind == "tool_call":
         kind, (name, _) = _type_of(block), called(block.call)
         item = {"id": own_id, "type": kind, "call_id": block.call["id"], "name": name, _WRITTEN[kind][0]: block.text}

@@ -184,8 +184,6 @@ def _added(before: Any, piece: Any) -> Any:
 
 @dataclass(slots=True, eq=False)
 class _StreamedCall:
-    """A tool call in pieces."""
-
     kind: str
     number: int | None
     """The model server's index."""
@@ -224,7 +222,6 @@ class _StreamedCall:
             self.unsent.append(text)
 
     def whole(self) -> dict[str, Any]:
-        """The call in a message."""
         return {
             "id": self.id,
             "type": self.kind,
@@ -233,8 +230,6 @@ class _StreamedCall:
 
 
 class _StreamedCalls:
-    """The tool calls of one choice."""
-
     def __init__(self) -> None:
         self.all = list[_StreamedCall]()
         self.changed = dict[int, _StreamedCall]()

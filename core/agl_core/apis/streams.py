@@ -69,7 +69,6 @@ class Renderer(ABC):
         yield from self.finish(reply)
 
     def stream(self, reply: Reply) -> Response:
-        """The stream of a whole reply."""
         from starlette.responses import Response
 
         return Response(self.encode(self.events(reply)) + self.done, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
@@ -288,7 +287,6 @@ class BlockRenderer(Renderer):
         yield from self._write()
 
     def end(self) -> Iterator[Event]:
-        """End all blocks."""
         if self._pending and self.blocks and self.blocks[-1].kind == "content":
             yield from self.add("content", "")
         yield from self._write(is_over=True)

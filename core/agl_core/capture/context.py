@@ -253,7 +253,6 @@ def current_identity() -> Identity | None:
 
 
 def current_scope() -> IdentityScope | None:
-    """The innermost open scope of this context."""
     return next(open_scopes(), None)
 
 

@@ -147,7 +147,6 @@ class SentCall:
     """The reply as its HTTP library has it."""
 
     def end(self, reply: bytes) -> None:
-        """The reply is there."""
         self.reply, self.ended = reply, time.time()
 
 

@@ -105,8 +105,6 @@ Finder: TypeAlias = Callable[[ToolRunFacts], str | None]
 
 @dataclass(frozen=True, slots=True)
 class StatusRule:
-    """One rule of the table."""
-
     name: str
     status: ToolStatus
     """An ERROR whose beginning names a timeout is a TIMEOUT."""

@@ -28,8 +28,6 @@ START, LOOK, DATA, CHECK = "Train", "Look at runs", "Rewards and data", "This in
 
 
 class Command(NamedTuple):
-    """A command in the help, and its place."""
-
     module: str
     """With a dot first: in this package."""
     name: str

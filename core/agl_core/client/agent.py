@@ -64,8 +64,6 @@ class AgentContext:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A loaded agent."""
-
     entry: str
     function: Callable[..., Any]
     wants_context: bool
@@ -140,7 +138,6 @@ def _wants_context(entry: str, function: Callable[..., Any]) -> bool:
 
 
 def active_attempt(assignment: Assignment, base_url: str, recording: Recording) -> AttemptContext:
-    """The attempt that the context of its code carries."""
     return AttemptContext(
         assignment.rollout, assignment.attempt, base_url, assignment.key, recording, prompts=assignment.prompts
     )

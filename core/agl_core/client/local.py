@@ -123,7 +123,6 @@ class WorkerProcesses(AgentProcesses):
         self._working: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Work in the background."""
         self._working = asyncio.create_task(self._work())
 
     @property

@@ -414,7 +414,6 @@ class _Output:
 
 
 def _printed(output: _Tail) -> object:
-    """The result of a command that printed this."""
     text = output.text()
     try:
         return parse_json(text.rpartition("\n")[2])

@@ -75,8 +75,6 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RunningAttempt:
-    """An attempt that a worker leased and runs."""
-
     lease: Lease
     task: asyncio.Task[None]
     lost: asyncio.Future[None]

@@ -233,7 +233,6 @@ class _Resolver:
         return plugins
 
     def sections(self, tables: Mapping[str, Any]) -> dict[str, ChosenComponent]:
-        """The tables of installed plugins."""
         known, sections = self._plugins.components(kinds.SECTION), {}
         for name, settings in tables.items():
             self.settings[(name,)] = None

@@ -40,8 +40,6 @@ from agl_core.types import (
 
 @dataclass(frozen=True, slots=True)
 class PolicyCredit:
-    """How the transitions of one policy are credited."""
-
     name: str
     rule: CreditRule
     kind: CreditKind
@@ -69,8 +67,6 @@ class PolicyCredit:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How a run makes batches of groups."""
-
     credit: Mapping[str, PolicyCredit]
     """By policy; none: replies are imitated or measured, whatever they earned, and all values are 0."""
     agents: Sequence[str] = ("*",)
@@ -136,8 +132,6 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
-    """The training data of a step's episodes."""
-
     batches: Mapping[str, Batch]
     """By policy; a policy without a transition to train on has none."""
     dropped: tuple[TrainingRecord, ...]
@@ -358,7 +352,6 @@ def filter_trainable(
 
 
 def subset(batch: Batch, chosen: NDArray[np.int64]) -> Batch:
-    """The transitions `chosen`, in this order."""
     if len(chosen) == len(batch) and (chosen == np.arange(len(batch))).all():
         return batch
     tokens, offsets = _ranges(batch.offsets, chosen)

@@ -25,8 +25,6 @@ _FROM_ANYWHERE = (Source.COMMAND, Source.SPAN)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToolCall:
-    """A tool call that a response asked for."""
-
     number: int
     """The place of the call, in the order of their starts."""
     call: Call
@@ -39,7 +37,6 @@ class ToolCall:
 
 
 def tool_calls_in(calls: Sequence[Call]) -> list[ToolCall]:
-    """The tool calls of all responses, in order."""
     return [
         ToolCall(number, call, key, place, tool_call["id"], *function_of(tool_call))
         for number, call in enumerate(calls)

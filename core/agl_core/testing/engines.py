@@ -116,7 +116,6 @@ class EngineCase:
         return name
 
     async def version(self) -> int:
-        """The one being served."""
         return (await self.engine.versions())[self.policy]
 
     async def update(self, batch: Batch) -> UpdateResult:
