@@ -17,7 +17,7 @@ from langchain_core.outputs import LLMResult
 from langchain_core.tracers.context import register_configure_hook
 
 import agl_core
-from agl_core.apis.alone import LocalRollouts, LocalRollout
+from agl_core.apis.alone import LocalRollout, LocalRollouts
 from agl_core.capture import (
     AttemptContext,
     Decided,

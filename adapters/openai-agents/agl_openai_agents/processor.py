@@ -9,7 +9,7 @@ from typing import Any
 from agents.tracing import Span, Trace, TracingProcessor
 
 import agl_core
-from agl_core.apis.alone import LocalRollouts, LocalRollout
+from agl_core.apis.alone import LocalRollout, LocalRollouts
 from agl_core.capture import (
     Identity,
     IdentityScope,

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace import Span as SdkSpan
 
 import agl_core
-from agl_core.apis.alone import LocalRollouts, LocalRollout
+from agl_core.apis.alone import LocalRollout, LocalRollouts
 from agl_core.capture import Identity, IdentityScope, Latest, current_identity, enter_identity, guarded
 from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
