@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_core.apis.dialect import ChatCompletions, Completions, Dialect
-from agl_core.apis.errors import ApiError, as_answer, openai_error
+from agl_core.apis.errors import ApiError, as_answer
 from agl_core.apis.messages import Messages
 from agl_core.apis.responses import Responses
 from agl_core.config.sections import PassthroughSection
@@ -42,7 +42,7 @@ from agl_core.wire import (
 from agl_server.gateway.attempts import ActiveAttempt
 from agl_server.gateway.calls import Gateway
 from agl_server.http.keys import Keys, attempt_key, carries, refused_key
-from agl_server.http.listening import HELD_BODY, HeldBody, read_body, unless_gone
+from agl_server.http.listening import HELD_BODY, HeldBody, error_response, read_body, unless_gone
 from agl_server.queue.rollouts import RolloutQueue
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -223,7 +223,7 @@ def route_of(
             work = answer(owner, await _read(request, operation))
             reply = await (unless_gone(request, work) if operation.waits else work)
         except Exception as error:
-            return openai_error(as_answer(error, request.url.path))
+            return error_response(as_answer(error, request.url.path))
         return Response(reply.model_dump_json(), media_type="application/json")
 
     return OperationRoute(operation, endpoint)
@@ -258,7 +258,7 @@ class Passthrough:
         except ApiError as refused:
             if attempt is not None:
                 attempt.count_failure(refused)
-            return openai_error(refused)
+            return error_response(refused)
 
     async def stop(self) -> None:
         if self._client is not None:
@@ -312,7 +312,7 @@ def models_routes(gateway: Gateway) -> Sequence[Route]:
             if name is not None and name not in names:
                 raise ApiError(404, f"There is no model {name!r} here.", code="model_not_found")
         except ApiError as error:
-            return openai_error(error)
+            return error_response(error)
         entries = [
             {"id": model, "display_name": model, **of_openai, **of_anthropic}
             for model in (names if name is None else [name])
@@ -338,7 +338,7 @@ async def unserved(request: Request, error: Exception) -> Response:
         message = "Spans are taken in by agl's adapter for OpenTelemetry: install it where the Lightning Server runs."
     refused = ApiError(status, message, code="unknown_route")
     resembled = next((dialect for route, dialect in DIALECTS.items() if route in path), None)
-    return openai_error(refused) if resembled is None else resembled.refuse(refused)
+    return error_response(refused, None if resembled is None else resembled.problem(refused))
 
 
 def document(routes: Iterable[BaseRoute], version: str) -> dict[str, Any]:

@@ -28,13 +28,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agl_core.apis.errors import ApiError, as_answer, openai_error
+from agl_core.apis.errors import ApiError, as_answer
 from agl_core.store import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
 from agl_core.types.forms import count_values, parse_json
 from agl_otel.spans import SeenSpan, Span, SpanTree, see
 from agl_server.gateway.attempts import ActiveAttempt
-from agl_server.http.listening import read_body
+from agl_server.http.listening import error_response, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class SpanIntake:
         try:
             return await self._export(request)
         except Exception as error:
-            return openai_error(as_answer(error, request.url.path))
+            return error_response(as_answer(error, request.url.path))
 
     async def _export(self, request: Request) -> Response:
         """Take spans in. The reply counts refused spans, which are not to be resent, with the reasons."""

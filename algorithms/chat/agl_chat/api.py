@@ -32,11 +32,11 @@ from agl_chat.formats import Message, Parsed, ToolFormat
 from agl_chat.parsing import ReplyParser, ResponseText
 from agl_chat.requests import ChatRequest, normalise, parse_request
 from agl_core.apis.dialect import unsupported, wrong
-from agl_core.apis.errors import ENGINE_FAILED, ApiError, openai_error, openai_problem, rendered
+from agl_core.apis.errors import ENGINE_FAILED, ApiError, openai_problem
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_MOVED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
 from agl_core.types import FinishReason
-from agl_server.http.listening import unless_gone
+from agl_server.http.listening import error_response, json_response, unless_gone
 
 Result = TypeVar("Result")
 CHAT_COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
@@ -66,7 +66,7 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
     async def list_models(request: HttpRequest) -> HttpResponse:
         check_key(request)
         listed = [{"id": name, "object": "model", "owned_by": "agl"} for name in models]
-        return rendered({"object": "list", "data": listed})
+        return json_response({"object": "list", "data": listed})
 
     async def chat_completions(request: HttpRequest) -> HttpResponse:
         check_key(request)
@@ -88,10 +88,10 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
             return StreamingResponse(_events(first, chunks), 200, headers, media_type="text/event-stream")
         generated = await unless_gone(request, backend.generate(exchange.request))
         headers[HEADER_POLICY] = str(generated.version)
-        return rendered(model.finish(exchange, generated), 200, headers)
+        return json_response(model.finish(exchange, generated), 200, headers)
 
     async def refuse(request: HttpRequest, error: Exception) -> HttpResponse:
-        return openai_error(_api_error(error))
+        return error_response(_api_error(error))
 
     routes = [Route(CHAT_COMPLETIONS, chat_completions, methods=["POST"]), Route(MODELS, list_models)]
     errors = AglError, RecursionError, ClientDisconnect, Exception  # Starlette logs a traceback of the last alone.

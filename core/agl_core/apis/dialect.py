@@ -11,7 +11,7 @@ import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from urllib.parse import quote
 
 import msgspec
@@ -20,15 +20,12 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from agl_core.apis.answered import Message, ReplyCache
-from agl_core.apis.errors import ApiError, openai_error, rendered
+from agl_core.apis.errors import ApiError, openai_problem
 from agl_core.apis.reply import Reply
 from agl_core.apis.streams import ChatChunks, Renderer, TextChunks, text_choice
 from agl_core.capture.requests import HEADER_IGNORED
 from agl_core.types import HOUSEKEEPING, Json, Sampling
 from agl_core.types.forms import parse_json
-
-if TYPE_CHECKING:
-    from starlette.responses import Response
 
 _MAX_NOTE = 1000
 """Characters of the header that names ignored fields."""
@@ -217,14 +214,9 @@ class Dialect(ABC):
     def renderer(self, request: ModelRequest, reply_id: str) -> Renderer:
         """The writer of a streamed reply."""
 
-    def render(self, request: ModelRequest, reply: Reply) -> Response:
-        """A whole reply, streamed if the client asked for that."""
-        if request.stream and not self.counts:
-            return self.renderer(request, reply.id).stream(reply)
-        return rendered(self.whole(request, reply))
-
-    def refuse(self, error: ApiError) -> Response:
-        return openai_error(error)
+    def problem(self, error: ApiError) -> Mapping[str, Json]:
+        """The body of an error in this API."""
+        return openai_problem(error)
 
 
 def _with_texts(fields: Mapping[str, Json], texts: Mapping[str, str]) -> Mapping[str, Json]:

@@ -1,19 +1,16 @@
-"""The server's error answers, to which dialects give the shapes of their APIs."""
+"""The errors of a server, to which dialects give the shapes of their APIs."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from agl_core.errors import AglError, ServerError, StoreRefusedError
 from agl_core.types import Json
 from agl_core.types.forms import parse_json
-
-if TYPE_CHECKING:
-    from starlette.responses import Response
 
 logger = logging.getLogger(__name__)
 
@@ -99,16 +96,6 @@ def attempt_closed(rollout: str, attempt: int) -> ApiError:
 def openai_problem(error: ApiError) -> dict[str, Any]:
     """An error in the shape of all of OpenAI's APIs."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
-
-
-def openai_error(error: ApiError) -> Response:
-    return rendered(openai_problem(error), error.status, error.headers)
-
-
-def rendered(body: Mapping[str, Json], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    from starlette.responses import Response  # Agents' processes, which read their own calls, lack it.
-
-    return Response(orjson.dumps(body), status, headers, "application/json")
 
 
 def read_error(payload: bytes) -> Mapping[str, Json]:

@@ -11,21 +11,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import orjson
 
 from agl_core.apis.answered import Message, ReplyCache
 from agl_core.apis.dialect import Dialect, ModelRequest, Translation, joined_parts, unsupported, without_none, wrong
-from agl_core.apis.errors import ApiError, rendered
+from agl_core.apis.errors import ApiError
 from agl_core.apis.reply import Reply, Usage, called
 from agl_core.apis.streams import Block, BlockRenderer, Event
 from agl_core.types import FinishReason, Json
 from agl_core.types.forms import parse_if_json
-
-if TYPE_CHECKING:
-    from starlette.responses import Response
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _CUT = {
@@ -169,8 +166,8 @@ class Messages(Dialect):
     def renderer(self, request: ModelRequest, reply_id: str) -> _Events:
         return _Events(request, reply_id)
 
-    def refuse(self, error: ApiError) -> Response:
-        return rendered(_problem(error), error.status, error.headers)
+    def problem(self, error: ApiError) -> Mapping[str, Json]:
+        return _problem(error)
 
 
 def _problem(error: ApiError) -> dict[str, Json]:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import orjson
 
@@ -20,9 +20,6 @@ from agl_core.apis.reply import Reply, reasoning_of
 from agl_core.apis.streamed import LAST_EVENT, Delta
 from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
-
-if TYPE_CHECKING:
-    from starlette.responses import Response
 
 STREAM_TYPE, STREAM_HEADERS = "text/event-stream", {"Cache-Control": "no-cache"}
 _CHUNK_FIELDS = ("created", "system_fingerprint", "service_tier")
@@ -68,10 +65,8 @@ class Renderer(ABC):
             yield from self.feed(Delta(choice.index, message, logprobs, ids))
         yield from self.finish(reply)
 
-    def stream(self, reply: Reply) -> Response:
-        from starlette.responses import Response
-
-        return Response(self.encode(self.events(reply)) + self.done, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
+    def stream(self, reply: Reply) -> bytes:
+        return self.encode(self.events(reply)) + self.done
 
 
 class _Chunks(Renderer):

@@ -26,7 +26,7 @@ from starlette.types import Send
 
 from agl_core.apis.answered import NOT_KEPT, Budget, ClientExchange, retry_count
 from agl_core.apis.dialect import Dialect, ModelRequest, housekeeping, unsupported
-from agl_core.apis.errors import ApiError, as_answer, attempt_closed, rendered, stopping, store_failed
+from agl_core.apis.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
 from agl_core.apis.reply import Reply, read_reply
 from agl_core.apis.streamed import Delta, StreamedCompletion
 from agl_core.apis.streams import STREAM_HEADERS, STREAM_TYPE, Event, Renderer
@@ -46,7 +46,7 @@ from agl_core.store import Store
 from agl_core.types import Call, Mode, Rollout, Sampling
 from agl_server.gateway.attempts import ActiveAttempt, Attribution, Destination, Relay
 from agl_server.gateway.upstream import HttpReply, forwarded
-from agl_server.http.listening import CONNECTION, HttpConnection, read_body
+from agl_server.http.listening import CONNECTION, HttpConnection, error_response, json_response, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,14 @@ class _ModelCall(Struct, frozen=True, eq=False):
                 f"none is named {model!r} or 'default'."
             )
         raise ApiError(404, f"{unknown} {nearest(model, policies)}", param="model", code="model_not_found")
+
+
+def _response(dialect: Dialect, request: ModelRequest, reply: Reply) -> Response:
+    """A whole reply, streamed if the client asked for that."""
+    if request.stream and not dialect.counts:
+        stream = dialect.renderer(request, reply.id).stream(reply)
+        return Response(stream, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
+    return json_response(dialect.whole(request, reply))
 
 
 class Gateway:
@@ -129,7 +137,7 @@ class Gateway:
                 parsed = parsed.with_system_texts(texts)
             call = _ModelCall(attempt, dialect, parsed, request.headers, agent, attempt.call_id(dialect.id_prefix))
             if dialect.counts:
-                response = dialect.render(parsed, await self._counted(call))
+                response = _response(dialect, parsed, await self._counted(call))
             else:
                 exchange = self._exchange(call, raw)
                 exchange.waiting.append(connection)
@@ -142,7 +150,7 @@ class Gateway:
                 if live.has_begun:
                     last_events = live.renderer.encode(live.renderer.finish(reply)) + live.renderer.done
                 else:
-                    response = dialect.render(parsed, reply)
+                    response = _response(dialect, parsed, reply)
                     headers = call.reply_headers(reply.id, reply.raw.ignored)
                     response.raw_headers += [(k.encode(), v.encode("latin-1")) for k, v in headers.items()]
         except Exception as error:
@@ -151,7 +159,7 @@ class Gateway:
                 attempt.count_failure(failure)
             if live.has_begun:
                 last_events = live.renderer.encode([live.renderer.fail(failure)])
-            response = dialect.refuse(failure)
+            response = error_response(failure, dialect.problem(failure))
         reachable = not connection.is_gone
         if live.has_begun:
             await send({"type": "http.response.body", "body": last_events, "more_body": False})
@@ -169,14 +177,15 @@ class Gateway:
                 raise ApiError(404, f"Response with id {reply_id!r} not found. {NOT_KEPT}", code="response_not_found")
             if request.method == "DELETE":
                 exchange.conversation = exchange.request = None
-                return rendered({"id": reply_id, "object": "response", "deleted": True})
+                return json_response({"id": reply_id, "object": "response", "deleted": True})
             for name in ("include", "include[]", "starting_after"):
                 if name in request.query_params:
                     raise unsupported(name, "is not served where a response is fetched")
             stream = request.query_params.get("stream") == "true"
-            return dialect.render(structs.replace(exchange.request, stream=stream), exchange.kept.read())
+            return _response(dialect, structs.replace(exchange.request, stream=stream), exchange.kept.read())
         except Exception as error:
-            return dialect.refuse(as_answer(error, request.url.path))
+            failure = as_answer(error, request.url.path)
+            return error_response(failure, dialect.problem(failure))
 
     def _log(self, dialect: Dialect, notes: Mapping[str, str]) -> None:
         """Log once each field that was ignored."""

@@ -13,10 +13,11 @@ import gc
 import logging
 import socket
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar, cast
 
 import httptools
+import orjson
 import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +25,7 @@ from starlette.types import ASGIApp, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from agl_core.apis.errors import ApiError, openai_error
+from agl_core.apis.errors import ApiError, openai_problem
 from agl_core.errors import ServerError
 from agl_core.types import AttemptKey
 from agl_core.types.forms import count_values
@@ -255,9 +256,9 @@ class HttpConnection(HttpToolsProtocol):
         else:
             nothing_else = not self.cycle.response_started and not self.pipeline
         if nothing_else:
-            body = openai_error(error).body
+            body = orjson.dumps(openai_problem(error))
             head = f"HTTP/1.1 {error.status} Refused\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + bytes(body))
+            self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 
 
@@ -371,6 +372,15 @@ async def _decompressed(body: bytes, most: int, held: HeldBody) -> bytes:
         if not (pieces[-1] or inflater.eof):
             raise ApiError(400, "The gzip body is cut off.")
     return b"".join(pieces)
+
+
+def json_response(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, "application/json")
+
+
+def error_response(error: ApiError, body: Mapping[str, Any] | None = None) -> Response:
+    """An error's answer; its body is by default OpenAI's."""
+    return json_response(body or openai_problem(error), error.status, error.headers)
 
 
 def body_too_large(most: int) -> ApiError:
