@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan
@@ -53,7 +55,7 @@ class AglSpanProcessor(WatchingProcessor, LocalRollouts):
             return
         scope.close()
         if rollout.calls:
-            rollout.input = _value_of(root, "input")
+            rollout.task = replace(rollout.task, input=_value_of(root, "input"))
             rollout.finish(_value_of(root, "output"), (root.description or "error") if root.failed else None)
 
 
