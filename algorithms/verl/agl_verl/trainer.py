@@ -354,7 +354,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
     # Parts of the above.
 
-    def _usable(self, batch: Batch) -> Usable:
+    def _usable(self, batch: Batch) -> TrainableBatch:
         """The part of a batch that servers and training workers can take."""
         fits = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu * self._sequence_parallel
         context = min(self.context_length, fits)
