@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from agl_core import kinds
 from agl_core.config.load import CONFIG_FILE, LoadedConfig, load, store_config
 from agl_core.config.models import MixtureOptions
-from agl_core.config.resolve import Chosen
+from agl_core.config.resolve import ChosenComponent
 from agl_core.errors import ConfigError
 from agl_core.kinds import Component, NoOptions
 from agl_core.plugins import Plugins
@@ -213,7 +213,7 @@ def mixture(seed: int = 0, **parts: tuple[float, Any]) -> Mixture:
         {"parts": {name: {"source": "x", "weight": w} for name, (w, _) in parts.items()}}
     )
     chosen = {
-        name: Chosen(Component(kinds.TASK_SOURCE, "x", lambda *_, source=source: source, ""), NoOptions())
+        name: ChosenComponent(Component("", kinds.TASK_SOURCE, "x", lambda *_, source=source: source), NoOptions())
         for name, (_, source) in parts.items()
     }
     return Mixture(options, Path(), seed, chosen)
