@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 45960,
-    "files of the product": 237,
-    "lines of the core": 15180,
-    "lines of the server": 12630,
-    "lines of the largest room of both": 2957,
+    "lines of the product": 46030,
+    "files of the product": 238,
+    "lines of the core": 15160,
+    "lines of the server": 12710,
+    "lines of the largest room of both": 2900,
     "modules in a circle of imports": 0,
-    "lines of all Python": 107280,
-    "files that one call passes": 42,
+    "lines of all Python": 106940,
+    "files that one call passes": 41,
     "settings": 177,
 }
 SLACK = 0.01
