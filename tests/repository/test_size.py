@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 46030,
+    "lines of the product": 46031,
     "files of the product": 238,
     "lines of the core": 15160,
     "lines of the server": 12710,

@@ -34,6 +34,7 @@ import numpy as np
 import pytest
 
 from agl_core.capture.requests import HEADER_POLICY
+from agl_core.config.sections import OptimizerSection
 from agl_core.errors import AglError, EngineError
 from agl_core.learning.batch import lay_out
 from agl_core.learning.certificate import TOLERANCES
@@ -187,7 +188,7 @@ def engine_context(folder: Path, model: str, **changes: Any) -> EngineContext:
     plugin.write_text(PLUGIN, encoding="utf-8")
     spec = PolicySpec(
         model=model,
-        optimizer={"learning_rate": 1e-3},
+        optimizer=OptimizerSection(learning_rate=1e-3),
         algorithm=ALGORITHM,
         algorithm_options={"leash": LEASH, "rounds": 2},
     )

@@ -83,7 +83,8 @@ class ScriptedUpstream:
 
     def __enter__(self) -> Self:
         portal = self._thread.enter_context(start_blocking_portal())
-        return self._thread.enter_context(portal.wrap_async_context_manager(self))
+        self._thread.enter_context(portal.wrap_async_context_manager(self))
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._thread.close()
