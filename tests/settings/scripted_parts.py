@@ -68,7 +68,7 @@ class ScriptedEngine(Engine):
     async def stop(self) -> None:
         await self._upstream.__aexit__()
         self._seen["requests"] = [received.body for received in self._upstream.received]
-        (self._context.run_dir / SEEN).write_text(json.dumps(self._seen))
+        (self._context.run_dir / SEEN).write_text(json.dumps(self._seen, default=dict))
 
 
 class Half(Fifo):
