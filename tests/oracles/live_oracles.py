@@ -1,4 +1,4 @@
-"""agl against veRL and TRL themselves: their functions on batches that nobody has seen, the chat templates TRL keeps.
+"""agl against veRL and TRL themselves: their functions on drawn batches, the chat templates TRL keeps.
 
 `make oracles` runs this, and not `make test`, whose environment has neither library.
 """

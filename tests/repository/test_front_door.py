@@ -1,4 +1,4 @@
-"""What a stranger meets first: the metadata of the packages, and the files that GitHub reads."""
+"""The front door: the metadata of the packages, and the files that GitHub reads."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def _docstrings(tree: ast.Module) -> list[str]:
 
 
 def _sentences(text: str) -> Iterator[str]:
-    """Those that end: a cell or a heading without a full stop is no sentence."""
+    """Sentences that end: a cell or a heading without a full stop is no sentence."""
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) )|\|", text):
         line = re.sub("`[^`]*`", "`code`", " ".join(paragraph.split()))
         for sentence in re.split(r"(?<=[.!?])[\"')*]*\s+", line):

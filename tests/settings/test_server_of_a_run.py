@@ -1,4 +1,4 @@
-"""Where a run's server listens and keeps its keys; settings that the check lets through together do train."""
+"""The address and keys of a run's server; settings that the check lets through together do train."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ async def test_a_policy_without_trained_agents_is_never_updated(bench: Bench) ->
         }
     )
     assert [update["policy"] for update in run.updates] == ["author"] * 2
-    # The return of an episode is 1, whoever made its last call.
+    # The return of an episode is 1, by any agent that made its last call.
     assert {value for update in run.updates for value in update["values"]} == {1.0}
     transitions = run.summary.as_json()["transitions"]
     assert transitions["dropped"] == {"untrained_agent": transitions["kept"]}

@@ -165,7 +165,7 @@ class Recorded:
 
 
 def read_store(path: Path) -> Recorded:
-    """Everything in a store now, whoever else has it open; where no event loop runs."""
+    """Everything in a store now, also while others have it open; where no event loop runs."""
 
     async def read() -> Recorded:
         async with SqliteStore(path, read_only=True) as store:

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:create_react_agent has been move
 def new_clients() -> None:
     """LangChain shares the connections of all clients of one address; another test's server may have had this port.
 
-    Those of an async client belong to an event loop that is closed.
+    Connections of an async client belong to an event loop that is closed.
     """
     for cached in (_client_utils._cached_sync_httpx_client, _client_utils._cached_async_httpx_client):
         cached.cache_clear()

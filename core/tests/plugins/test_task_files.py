@@ -208,7 +208,7 @@ class Recorded(Numbers):
 
 
 def mixture(seed: int = 0, **parts: tuple[float, Any]) -> Mixture:
-    """Of these weights and sources."""
+    """A mixture of these sources by these weights."""
     options = MixtureOptions.model_validate(
         {"parts": {name: {"source": "x", "weight": w} for name, (w, _) in parts.items()}}
     )

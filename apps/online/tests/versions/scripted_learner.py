@@ -85,8 +85,8 @@ class Sessions:
     def source(self, between: Callable[[], Awaitable[None]] | None = None) -> SessionExperience:
         """A learner's source, as after a start."""
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
-        nobody = cast(Any, None)
-        collector = Collector(self.store, nobody, rules, NOTHING, Plugins().hook, lambda: None)
+        unused = cast(Any, None)
+        collector = Collector(self.store, unused, rules, NOTHING, Plugins().hook, lambda: None)
         session: Any = SimpleNamespace(collector=collector, run="run", versions={"default": self.engine_version})
         return SessionExperience(
             *(session, LearnSection(**self.settings), ("*",)),
@@ -228,13 +228,13 @@ class World:
         config = RunConfig.model_validate({**MINIMAL, **runs, "tasks": {"train": source, "eval": source}})
         section = LearnSection(**{"sessions_per_step": 4, "offline_share": 0.0, "propose_every": 4, **self.learn})
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
-        nobody = cast(Any, None)
+        unused = cast(Any, None)
         session = scripted_session(
             self.store,
             len(self.engine.made_by),
             restart=self.restarts,
             engine=self.engine,
-            collector=Collector(self.store, nobody, rules, {}, Plugins().hook, lambda: None),
+            collector=Collector(self.store, unused, rules, {}, Plugins().hook, lambda: None),
             evaluator=SimpleNamespace(evaluate=self.evaluate),
             tasks={"train": []},
         )
