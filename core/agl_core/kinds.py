@@ -51,7 +51,6 @@ Kind = NewType("Kind", str)
 
 ADAPTER = Kind("adapter")
 ALGORITHM = Kind("algorithm")
-BUFFER = Kind("buffer")
 CREDIT = Kind("credit")
 ENGINE = Kind("engine")
 """Its builder also gets the run's `EngineContext`."""
@@ -65,7 +64,7 @@ TASK_SOURCE = Kind("task source")
 TRACKER = Kind("tracker")
 """Its builder also gets the run's folder."""
 
-KINDS = (ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, BUFFER, STORE, TASK_SOURCE, TRACKER, SECTION)
+KINDS = (ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, STORE, TASK_SOURCE, TRACKER, SECTION)
 
 
 class NoOptions(BaseModel):

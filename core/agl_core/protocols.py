@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -115,20 +115,6 @@ class KeepingTracker(Tracker, Protocol):
 
         Each has `rollout`, `reward`, `ending`, `task` and `result`.
         """
-
-
-class Buffer(Protocol):
-    """Complete groups that wait for an update. A run that is resumed begins with an empty buffer."""
-
-    @property
-    def pending(self) -> Collection[str]:
-        """The names of the groups that wait; they count as in flight."""
-
-    def add(self, group: Sequence[Episode]) -> None:
-        """All rollouts of a group are done; its episodes have their rewards, in the order of the members."""
-
-    def draw(self, count: int) -> list[Sequence[Episode]] | None:
-        """The groups of one update, usually `count`, which no other update gets; None as long as there are too few."""
 
 
 class Adapter(Protocol):

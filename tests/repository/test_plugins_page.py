@@ -38,7 +38,6 @@ MADE = {
     kinds.ALGORITHM: {"cispo", "rloo"},
     kinds.TASK_SOURCE: {"sums"},
     kinds.TRACKER: {"reward_curve"},
-    kinds.BUFFER: {"unequal"},
     kinds.STORE: {"fast_disk"},
     kinds.ENGINE: {"endpoint"},
     kinds.ADAPTER: {"tiny"},
@@ -90,7 +89,6 @@ agent = {{ entry = "agent:run" }}
 policies = {{ default = {{ model = {{ path = "some/model" }} }} }}
 algorithm = {{ name = "rloo" }}
 credit = {{ name = "relative", relative = {{ gamma = 0.5 }} }}
-buffer = {{ name = "unequal" }}
 store = {{ name = "fast_disk" }}
 {tasks}
 {rewards}
@@ -125,11 +123,6 @@ def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
     assert built(kinds.ALGORITHM, "cispo", clip=0.1).clip == (0.1, 0.1)
     sums = built(kinds.TASK_SOURCE, "sums", Path(), 0, count=3)
     assert (sums.size, sums.task(2).input, sums.task(2).metadata) == (3, "2 + 2 = ?", {"result": "4"})
-    unequal = built(kinds.BUFFER, "unequal")
-    unequal.add([short, replace(short, member=1)])
-    assert unequal.pending == []
-    unequal.add([short, long])
-    assert unequal.pending == [short.group]
     asyncio.run(
         _try_engine(built(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")})))
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,7 @@ from agl_core import Capability, kinds
 from agl_core.kinds import NoOptions, Register
 from agl_core.protocols import Engine, EngineContext, Progress, UpdateResult, Upstream
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import Batch, Episode, Task
-from agl_server.builtin import Fifo
+from agl_core.types import Batch, Task
 from agl_server.store.sqlite import SqliteStore
 
 SEEN = "seen.json"
@@ -71,14 +70,6 @@ class ScriptedEngine(Engine):
         (self._context.run_dir / SEEN).write_text(json.dumps(self._seen, default=dict))
 
 
-class Half(Fifo):
-    """Trains on the first half of what it has."""
-
-    def draw(self, count: int) -> list[Sequence[Episode]] | None:
-        drawn = super().draw(count)
-        return drawn and drawn[: count // 2]
-
-
 class Counting:
     """Three tasks, named by numbers."""
 
@@ -102,5 +93,4 @@ def register_components(register: Register) -> None:
         return SqliteStore(folder / "another.sqlite", read_only=read_only)
 
     register(kinds.STORE, "another", build_store)
-    register(kinds.BUFFER, "half", lambda options: Half())
     register(kinds.TASK_SOURCE, "counting", lambda options, folder, seed: Counting())

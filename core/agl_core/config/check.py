@@ -71,7 +71,7 @@ def _of(policies: Sequence[str], loaded: LoadedConfig) -> str:
 def _parts(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[ChosenComponent]:
     yield from (plan.algorithm, plan.credit, loaded.store, *loaded.rewards.values())
     if loaded.is_whole:
-        yield from (loaded.engine, loaded.buffer, *loaded.tasks.values(), *loaded.trackers.values())
+        yield from (loaded.engine, *loaded.tasks.values(), *loaded.trackers.values())
 
 
 def needing(loaded: LoadedConfig, plan: PolicyPlan, need: Capability) -> Iterator[ChosenComponent]:

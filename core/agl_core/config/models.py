@@ -260,8 +260,6 @@ class RunConfig(Section):
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
     asynchronous: AsyncSection = Field(AsyncSection(max_staleness=0), alias="async")
-    buffer: PluginChoice = PluginChoice(name="fifo")
-    """Which of the complete groups an update trains on."""
     eval: EvalSection = EvalSection()
     workers: WorkerSection = WorkerSection()
     server: ServerSection = ServerSection()

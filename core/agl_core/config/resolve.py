@@ -82,7 +82,7 @@ class PolicyPlan:
 class LoadedConfig:
     """A configuration, read and resolved, with the components that it chose.
 
-    Parts that were not needed may be missing: tables are empty, and `engine`, `store` and `buffer` raise ConfigError.
+    Parts that were not needed may be missing: tables are empty, and `engine` and `store` raise ConfigError.
     """
 
     config: RunConfig
@@ -106,10 +106,6 @@ class LoadedConfig:
     @property
     def store(self) -> ChosenComponent:
         return self._one(kinds.STORE)
-
-    @property
-    def buffer(self) -> ChosenComponent:
-        return self._one(kinds.BUFFER)
 
     def _one(self, kind: Kind) -> ChosenComponent:
         chosen = self.single[kind]
@@ -159,8 +155,7 @@ def resolve(config: RunConfig, plugins: Plugins, report: Problems, needs: Collec
     if (engine := single[kinds.ENGINE]) is not None:
         find.defaults = engine.component.defaults
     single |= {
-        kind: find.choice(kind, (kind,), getattr(config, kind))
-        for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.STORE, kinds.BUFFER)
+        kind: find.choice(kind, (kind,), getattr(config, kind)) for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.STORE)
     }
     policies = find.policies(config.policies, single[kinds.ALGORITHM], single[kinds.CREDIT])
     tasks = find.tables(kinds.TASK_SOURCE, "source", ("tasks",), config.tasks)

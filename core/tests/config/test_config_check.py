@@ -51,10 +51,6 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
         (("train.refill=1", "train.group_size=1", "algorithm.name=easy"), ("group_size is 1, so all are",)),
         (("async.max_staleness=1", "async.in_flight=15"), ("in_flight is 15", "needs 16 groups")),
         (("async.max_staleness=0", "async.in_flight=17"), ("in_flight is 17", "Set max_staleness to 1 or more")),
-        (
-            ("buffer.name=hoarding", "algorithm.name=easy", "train.group_size=1"),
-            ("buffer 'hoarding'", "group_size is 1"),
-        ),
         (("credit.name=per_step",), ("takes returns", "the time axis has no owner", "stepwise, whole)")),
         (
             ("algorithm.name=judging", "engine.name=rich"),

@@ -302,7 +302,7 @@ CHANGED = {
     "policies.default.optimizer.learning_rate=5e-4", "sampling.temperature=0.7", "train.endings.crashed=-0.5",
     'eval.modes=["eval-sampled"]', "gateway.passthrough.url=https://embeddings.example/v1",
     "workers.memory_mib=512", "rewards.short.rule=brevity", "rewards.short.limit=5", "rewards.brevity.weight=0.5",
-    "buffer.name=hoarding", "credit.name=per_step", "algorithm.name=easy", "engine.pretending.cache.slots=2",
+    "credit.name=per_step", "algorithm.name=easy", "engine.pretending.cache.slots=2",
     "trackers.shouting.loud=true", "trackers.tensorboard=false", "alarms.no_contrast=false", "alarms.stall=9.5",
 }  # fmt: skip
 """One of every type of value, and of every way in which a table names its plugin."""

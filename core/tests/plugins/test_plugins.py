@@ -89,7 +89,7 @@ def test_a_file_brings_its_rules_and_hooks_once(tmp_path: Path) -> None:
 def test_two_of_one_name_are_refused_where_one_of_them_is_wanted() -> None:
     plugins = plugins_with(*(OneComponent(kinds.ENGINE, "mine", build_engine) for _ in range(2)))
 
-    assert plugins.components(kinds.BUFFER) == {}
+    assert plugins.components(kinds.STORE) == {}
     with pytest.raises(PluginError, match=r"Two plugins bring the engine 'mine': plugin0\.py and plugin1\.py"):
         plugins.components(kinds.ENGINE)
 

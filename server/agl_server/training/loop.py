@@ -14,7 +14,7 @@ from agl_core.config.load import LoadedConfig
 from agl_core.errors import TrainingError
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches
 from agl_core.learning.certificate import recomputed_in
-from agl_core.protocols import Buffer, RecordedTasks, UpdateResult
+from agl_core.protocols import RecordedTasks, UpdateResult
 from agl_core.types import AlarmName, DropReason, Rollout, TrainingRecord
 from agl_server.engines.child import peak_rss_bytes
 from agl_server.health.alarms import Watch, alarm_of_failures, alarms_on
@@ -52,7 +52,6 @@ class Trainer:
 
     loaded: LoadedConfig
     session: Session
-    buffer: Buffer
     checkpoints: Checkpoints
     log: MetricsLog
     observer: Observer
@@ -87,7 +86,6 @@ class Trainer:
             return
         self._experience = Experience(
             session.collector,
-            self.buffer,
             plan,
             in_flight=config.asynchronous.in_flight or per_step * (config.asynchronous.max_staleness + 1),
             has_contrast=self._plan.has_contrast,

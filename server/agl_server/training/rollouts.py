@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -23,7 +23,7 @@ from agl_core.errors import PluginError
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, reported, score_all, score_groups
 from agl_core.learning.transitions import build_episode, episode_of
 from agl_core.plugins import RunHooks
-from agl_core.protocols import Buffer, RecordedTasks, TaskSource, train_index
+from agl_core.protocols import RecordedTasks, TaskSource, train_index
 from agl_core.store import Store
 from agl_core.types import (
     Annotation,
@@ -287,7 +287,6 @@ class Experience:
     def __init__(
         self,
         collector: Collector,
-        buffer: Buffer,
         plan: TrainingPlan,
         *,
         in_flight: int,
@@ -296,7 +295,7 @@ class Experience:
         begun: int = 0,
         unfinished: Iterable[int] = (),
     ) -> None:
-        self._collector, self._buffer, self._plan = collector, buffer, plan
+        self._collector, self._plan = collector, plan
         self._per_update, self._in_flight = plan.groups_per_step, in_flight
         self._has_contrast, self._refill = has_contrast, refill
         self.begun, self._again = begun, sorted(unfinished)
@@ -304,7 +303,7 @@ class Experience:
         self._running: dict[str, dict[str, Scored | None]] = {}
         """By group: its rollouts in the order of the members, each with its scored episode once it is done."""
         self._complete: dict[str, list[Scored]] = {}
-        """By group: those in the buffer that were not drawn yet."""
+        """By group, in the order of their completion: those that no update has had yet."""
         self._replaced: dict[str, list[Scored]] = {}
         """By group: those that the next update has others for."""
 
@@ -322,11 +321,11 @@ class Experience:
         most = min(self._in_flight, updates_left * self._per_update)
         arrived: list[Episode] = []
         await self._begin(most)
-        while (groups := self._buffer.draw(self._per_update)) is None:
+        while len(self._complete) < self._per_update:
             arrived += await self._receive()
             advance(self._share_complete(), reward_note(arrived))
             await self._begin(most)
-        return self._drawn(groups, before)
+        return self._drawn(before)
 
     async def cancel(self) -> None:
         if waiting := self._waiting:
@@ -334,7 +333,7 @@ class Experience:
 
     @property
     def _under_way(self) -> list[str]:
-        return [*self._running, *self._buffer.pending]
+        return [*self._running, *self._complete]
 
     @property
     def _waiting(self) -> set[str]:
@@ -355,7 +354,7 @@ class Experience:
             await self._collector.queue.enqueue(rollouts)
 
     async def _receive(self) -> list[Episode]:
-        """Wait for rollouts; groups that they complete go into the buffer."""
+        """Wait for rollouts, and keep the groups that they complete."""
         finished = await self._collector.finished(self._waiting)
         for scored in finished:
             self._running[scored.rollout.group][scored.rollout.id] = scored
@@ -370,37 +369,27 @@ class Experience:
                 self._replaced[name] = without_contrast(complete)
                 continue
             self._complete[name] = complete
-            self._buffer.add([scored.episode for scored in complete])
         return [scored.episode for scored in finished]
 
-    def _drawn(self, groups: Sequence[Sequence[Episode]], before: set[str]) -> Drawn:
-        by_name = {group[0].group: group for group in groups}
-        again = Counter(group[0].group for group in groups) - Counter(self._complete.keys())
-        if again or not groups:
-            what = f"{', '.join(again)} again" if again else "no group"
-            raise PluginError(
-                f"The buffer gave an update {what}. Fix its `draw`: a list with groups that no update has had, each "
-                f"once, or None if there are too few (docs/plugins.md, Buffer)."
-            )
+    def _drawn(self, before: set[str]) -> Drawn:
         replaced, self._replaced = self._replaced, {}
-        self._complete |= replaced
-        by_name |= {name: [scored.episode for scored in group] for name, group in replaced.items()}
-        names = sorted(by_name, key=self._position.__getitem__)
-        drawn = [scored for name in names for scored in self._complete.pop(name)]
-        self._complete = {name: self._complete[name] for name in self._buffer.pending}
+        first = {name: self._complete.pop(name) for name in [*self._complete][: self._per_update]}
+        by_name = first | replaced
+        groups = [by_name[name] for name in sorted(by_name, key=self._position.__getitem__)]
+        drawn = [scored for group in groups for scored in group]
         warn_of_failed_rules(drawn)
         return Drawn(
-            groups=[list(by_name[name]) for name in names],
+            groups=[[scored.episode for scored in group] for group in groups],
             rollouts=[scored.rollout for scored in drawn],
             metrics={
                 "groups/in_flight": float(len(self._under_way)),
                 "groups/carried_over": float(len(before & by_name.keys())),
                 "groups/replaced": float(len(replaced)),
-                "buffer/size": float(len(self._complete)),
+                "groups/waiting": float(len(self._complete)),
             },
         )
 
     def _share_complete(self) -> float:
         """The share that is done of the groups nearest to completion, as many as an update takes."""
         shares = [sum(map(bool, group.values())) / len(group) for group in self._running.values()]
-        return sum(sorted([1.0] * len(self._buffer.pending) + shares)[-self._per_update :]) / self._per_update
+        return sum(sorted([1.0] * len(self._complete) + shares)[-self._per_update :]) / self._per_update

@@ -101,7 +101,6 @@ async def train(
                 trainer = trainer_of(
                     loaded,
                     session,
-                    loaded.buffer.build(),
                     checkpoints,
                     log,
                     observer,

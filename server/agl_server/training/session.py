@@ -205,8 +205,6 @@ def check_agent(config: RunConfig, sources: Mapping[str, TaskSource], *, imitate
     source = sources["train"]
     if not isinstance(source, RecordedTasks):
         return
-    if config.buffer.name != "fifo":
-        raise ConfigError("[buffer]: recorded groups are drawn as they are, without a buffer. Leave [buffer] out.")
     least = 1 if imitates else min(config.train.min_group_size, config.train.group_size)
     if all(source.members(index) < least for index in range(source.size)):
         raise ConfigError(

@@ -13,7 +13,7 @@ from scripted_run import MINIMAL, CountingEngine, scripted_config, scripted_sess
 
 from agl_core.config.models import RunConfig
 from agl_core.plugins import Plugins
-from agl_core.protocols import Buffer, TaskSource
+from agl_core.protocols import TaskSource
 from agl_core.testing import episodes as make
 from agl_core.types import (
     AlarmName,
@@ -26,7 +26,6 @@ from agl_core.types import (
     TrainingRecord,
     Transition,
 )
-from agl_server.builtin import Fifo
 from agl_server.health.table import Alarm
 from agl_server.training.checkpoints import Checkpoints, RunState
 from agl_server.training.evaluation import Evaluated
@@ -180,7 +179,6 @@ def make_bench(
     folder: Path,
     state: RunState | None = None,
     restart: int = 0,
-    buffer: Buffer | None = None,
     plugins: Plugins | None = None,
     tasks: TaskSource | None = None,
     **settings: Any,
@@ -201,7 +199,6 @@ def make_bench(
     trainer = Trainer(
         loaded,
         session,
-        Fifo() if buffer is None else buffer,
         Checkpoints(folder, keep=100),
         cast(MetricsLog, log),
         Observer(),

@@ -7,20 +7,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_core import kinds
 from agl_core.builtin import identical
-from agl_core.errors import PluginError
 from agl_core.learning.batch import BatchPlan, PolicyCredit, StepBatches, make_batches, staleness
-from agl_core.plugins import Plugins
 from agl_core.store import Record
-from agl_core.types import CreditKind, DropReason, Episode, Rollout, TrainingRecord
-from agl_server.builtin import Fifo
+from agl_core.types import CreditKind, DropReason, Rollout, TrainingRecord
 from agl_server.training.checkpoints import read_state
 
 from .scripted_training import Bench, StuckError, episode, make_bench, transition
@@ -186,41 +181,6 @@ async def test_a_resumed_run_begins_again_what_was_in_flight_and_nothing_else(tm
     assert sorted(id.replace("-r1", "") for id in done) == sorted(id for step in planned(6, 2) for id in step)
     assert resumed.collector.begun[:4] == ["s1-g0-r1-m0", "s1-g0-r1-m1", "s3-g1-r1-m0", "s3-g1-r1-m1"]
     assert resumed.trainer.state.step == 6
-
-
-@pytest.mark.parametrize(("draws", "problem"), [([0, 0], "s2-g0 again"), ([], "no group"), ([0, -1], "s1-g0 again")])
-async def test_a_buffer_that_gives_a_group_twice_or_none_is_refused(
-    tmp_path: Path, draws: list[int], problem: str
-) -> None:
-    class Wrong(Fifo):
-        first: list[Sequence[Episode]] | None = None
-
-        def draw(self, count: int) -> list[Sequence[Episode]] | None:
-            new = super().draw(count)
-            if new is None or self.first is None:
-                self.first = self.first or new
-                return new
-            return [self.first[0] if index < 0 else new[index] for index in draws]
-
-    with pytest.raises(PluginError, match=problem):
-        await make_bench(tmp_path, buffer=Wrong()).trainer.train()
-
-
-def test_a_buffer_that_passes_over_groups_gets_others_instead(tmp_path: Path) -> None:
-    """The example of docs/plugins.md."""
-    page = (Path(__file__).parents[3] / "docs" / "plugins.md").read_text()
-    plugin = ModuleType("unequal")
-    exec(page.split("\n## Buffer\n")[1].split("```python\n")[1].split("```")[0], vars(plugin))
-    plugins = Plugins()
-    plugins.register(plugin, "the page")
-    buffer = plugins.component(kinds.BUFFER, "unequal", "[buffer] name").build(None)
-
-    bench = make_bench(tmp_path, buffer=buffer, max_staleness=1)
-    bench.collector.reward = lambda rollout: 0.0 if rollout.group.endswith("g1") else float(rollout.member)
-    asyncio.run(bench.trainer.train())
-
-    groups = [sorted({id.rsplit("-", 1)[0] for id in step}) for step in bench.trained]
-    assert groups == [[f"s{step}-g0", f"s{step + 1}-g0"] for step in (1, 3, 5, 7)]
 
 
 @pytest.mark.parametrize(

@@ -329,8 +329,6 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path: P
     with pytest.raises(ConfigError, match=r"no recorded task has 2 rollouts .*train.group_size = 1"):
         check_agent(config(), {"train": source})
     check_agent(config(), {"train": source}, imitates=True)
-    with pytest.raises(ConfigError, match="without a buffer"):
-        check_agent(config(buffer={"name": "replay"}), {"train": source}, imitates=True)
     alone = {"train": {"group_size": 1}}
     check_agent(config(**alone), {"train": source})
     fresh: Any = type("Fresh", (), {"size": 1, "task": None})()

@@ -26,7 +26,6 @@ from agl_online.experience import SessionExperience, updates_since
 from agl_online.learner import Learner
 from agl_online.plugin import users_said
 from agl_online.versions import Ledger
-from agl_server.builtin import Fifo
 from agl_server.store.sqlite import SqliteStore
 from agl_server.training.checkpoints import Checkpoints, RunState, read_state
 from agl_server.training.evaluation import Evaluated, TaskScore
@@ -240,7 +239,7 @@ class World:
         )
         log: Any = SimpleNamespace(write=lambda *_: None, keep=lambda *_: None)
         return _Killable(
-            *(scripted_config(config), session, Fifo(), checkpoints, log, Observer()),
+            *(scripted_config(config), session, checkpoints, log, Observer()),
             state=state,
             section=section,
             deployed=cast(Any, self),
