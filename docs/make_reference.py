@@ -106,12 +106,12 @@ def configuration(page: str) -> str:
     """The page with its tables written anew."""
     plugins = Plugins.load()
     own, of_plugins = list(tables(RunConfig)), list[str]()
-    for name, section in plugins.components(kinds.SECTION).items():
+    for name, section in plugins.components(kinds.CONFIG_TABLE).items():
         own += tables(section.options, name)
     for kind in kinds.KINDS:
         shown: dict[str, str] = {}
         for component in sorted(plugins.components(kind).values(), key=lambda component: component.name):
-            if component.origin.startswith("agl-") and kind is not kinds.SECTION:
+            if component.origin.startswith("agl-") and kind is not kinds.CONFIG_TABLE:
                 of_plugins += settings(component, shown)
     return _written(_written(page, "tables", "\n".join(own)), "plugins", "\n".join(of_plugins))
 

@@ -51,12 +51,12 @@ Kind = NewType("Kind", str)
 
 ADAPTER = Kind("adapter")
 ALGORITHM = Kind("algorithm")
+CONFIG_TABLE = Kind("table")
+"""A table of a run's file by the component's name, for a plugin of its own; its options are the keys."""
 CREDIT = Kind("credit")
 ENGINE = Kind("engine")
 """Its builder also gets the run's `EngineContext`."""
 REWARD = Kind("reward")
-SECTION = Kind("section")
-"""A table of a run's file by the component's name, for a plugin of its own; its options are the keys."""
 STORE = Kind("store")
 """Its builder also gets the run's folder, and whether the store is only read."""
 TASK_SOURCE = Kind("task source")
@@ -64,7 +64,7 @@ TASK_SOURCE = Kind("task source")
 TRACKER = Kind("tracker")
 """Its builder also gets the run's folder."""
 
-KINDS = (ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, STORE, TASK_SOURCE, TRACKER, SECTION)
+KINDS = (ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, STORE, TASK_SOURCE, TRACKER, CONFIG_TABLE)
 
 
 class NoOptions(BaseModel):

@@ -9,7 +9,7 @@ from agl_rewards.evaluators import numeric_match as numeric_match
 from agl_rewards.evaluators import regex_format as regex_format
 from agl_rewards.evaluators import token_f1 as token_f1
 from agl_rewards.judge import JudgeOptions, judge
-from agl_rewards.reasoning import Verified
+from agl_rewards.reasoning import ReasoningGymRule
 from agl_rewards.reasoning import reasoning_gym_tasks as reasoning_gym_tasks
 from agl_rewards.relative import RelativeJudgeOptions, relative_judge
 from agl_rewards.sql import sql_match as sql_match
@@ -24,6 +24,6 @@ def register_components(register: Register) -> None:
     register(
         kinds.REWARD,
         "reasoning_gym",
-        lambda options: Verified(),
+        lambda options: ReasoningGymRule(),
         doc="The score that the dataset's own verifier gives the agent's result; for tasks of reasoning_gym.",
     )

@@ -57,7 +57,7 @@ def reasoning_gym_tasks(
     return Task(f"{dataset}-{seed}-{index}", entry["question"], split, metadata)
 
 
-class Verified(IsolatedRule):
+class ReasoningGymRule(IsolatedRule):
     """The score of the agent's result by the dataset's own verifier, from 0 to 1; 0 without a result.
 
     Several verifiers hand the answer to `eval` or SymPy, so they run in a sandbox; an error or limit there scores 0.

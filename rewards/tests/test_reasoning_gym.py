@@ -18,7 +18,7 @@ from agl_core.protocols import TaskSource
 from agl_core.testing import episodes as make
 from agl_core.types import Task
 from agl_rewards import reasoning
-from agl_rewards.reasoning import Verified
+from agl_rewards.reasoning import ReasoningGymRule
 
 
 def tasks(seed: int = 0, **options: Any) -> TaskSource:
@@ -28,7 +28,7 @@ def tasks(seed: int = 0, **options: Any) -> TaskSource:
 
 
 async def score(task: Task, result: Any, time_limit: float = 60.0) -> float:
-    return await Verified()(replace(make.episode(), task=task, result=result), time_limit)
+    return await ReasoningGymRule()(replace(make.episode(), task=task, result=result), time_limit)
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "word_sorting", "simple_equations", "needle_haystack"])
@@ -108,7 +108,7 @@ def test_what_is_not_there(options: Any, what: str) -> None:
 
 async def test_tasks_of_another_source_are_refused() -> None:
     with pytest.raises(PluginError, match="another"):
-        await Verified()(make.episode())
+        await ReasoningGymRule()(make.episode())
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from agl_core.wire import Activity, RunningAttempt
 from agl_server.gateway.attempts import Attribution, Relay, RolloutSource, RunSettings
 from agl_server.gateway.calls import Gateway
 from agl_server.http.keys import Keys
-from agl_server.http.listening import Listening, bind, url_of
+from agl_server.http.listening import HttpServer, bind, url_of
 from agl_server.queue.rollouts import RolloutQueue
 from agl_server.routes import ModelCalls, Passthrough, document, models_routes, unserved, worker_routes
 
@@ -85,7 +85,7 @@ class LightningServer:
         self._passthrough = Passthrough(self._gateway, gateway.passthrough, keys.passthrough)
         of_plugins = hook.call(hooks.server_routes, store, attribution.leased)
         self._plugins_routes = [route for routes in of_plugins for route in routes or ()]
-        self._listening: Listening | None = None
+        self._listening: HttpServer | None = None
         self._watching: list[asyncio.Task[None]] = []
 
     @property
@@ -110,7 +110,7 @@ class LightningServer:
         if self._upstream is not None:
             self.relay.connect(self._upstream, self._settings)
         self._watching = [asyncio.create_task(self.queue.watch())]
-        self._listening = Listening(ModelCalls(self._app(), self._gateway, self._passthrough), listener)
+        self._listening = HttpServer(ModelCalls(self._app(), self._gateway, self._passthrough), listener)
         await self._listening.start()
 
     async def begin(self, run: Run) -> None:

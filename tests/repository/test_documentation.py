@@ -189,7 +189,9 @@ def test_a_run_with_the_pages_files_is_accepted(page: str, name: str, folder: Pa
             (folder / file).write_text(text)
 
     # Where no policy of the run answers, there is no engine and no algorithm.
-    kinds_needed = kinds.KINDS if "[policies" in FILES[page, name] else (kinds.TASK_SOURCE, kinds.REWARD, kinds.SECTION)
+    kinds_needed = (
+        kinds.KINDS if "[policies" in FILES[page, name] else (kinds.TASK_SOURCE, kinds.REWARD, kinds.CONFIG_TABLE)
+    )
     load(folder / name, needs=kinds_needed)
 
 

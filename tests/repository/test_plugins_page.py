@@ -41,7 +41,7 @@ MADE = {
     kinds.STORE: {"fast_disk"},
     kinds.ENGINE: {"endpoint"},
     kinds.ADAPTER: {"tiny"},
-    kinds.SECTION: {"opening"},
+    kinds.CONFIG_TABLE: {"opening"},
 }
 """The components of the page's files."""
 
@@ -126,7 +126,7 @@ def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
     asyncio.run(
         _try_engine(built(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")})))
     )
-    assert built(kinds.SECTION, "opening", hour=8).hour == 8
+    assert built(kinds.CONFIG_TABLE, "opening", hour=8).hour == 8
     with TemporaryDirectory() as name:
         folder = Path(name)
         curve = built(kinds.TRACKER, "reward_curve", folder, path=folder / "rewards.csv")

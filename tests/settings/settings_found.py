@@ -21,7 +21,7 @@ def every_setting(plugins: Plugins) -> list[str]:
     settings = list(settings_of(RunConfig))
     for kind in kinds.KINDS:
         for name, component in plugins.components(kind).items():
-            above = name if kind is kinds.SECTION else f"{kind.replace(' ', '_')}.{name}"
+            above = name if kind is kinds.CONFIG_TABLE else f"{kind.replace(' ', '_')}.{name}"
             settings += settings_of(component.options, above)
     return settings
 

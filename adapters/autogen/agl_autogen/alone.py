@@ -14,7 +14,7 @@ from agl_core.capture import current_attempt, describe_error, running
 from agl_core.types import Episode
 
 
-class Recorded(LocalRollouts):
+class RecordedBlock(LocalRollouts):
     """The episode of the agents in a `record` block."""
 
     result: Any = None
@@ -26,7 +26,7 @@ class Recorded(LocalRollouts):
 
 
 @contextmanager
-def record(input: Any = None) -> Iterator[Recorded]:
+def record(input: Any = None) -> Iterator[RecordedBlock]:
     """Record what the AutoGen agents inside do, as one episode; `input` is its task.
 
         with record("1 + 2?") as recorded:
@@ -37,7 +37,7 @@ def record(input: Any = None) -> Iterator[Recorded]:
     and nothing is kept here.
     """
     agl_core.attach([autogen_core, agentchat])
-    active, recorded = current_attempt(), Recorded()
+    active, recorded = current_attempt(), RecordedBlock()
     if active is not None and active.calls is None:
         yield recorded
         return

@@ -74,7 +74,7 @@ def _path_of(module: Any) -> str | None:
     return None
 
 
-class _Executed(ToolRun):
+class _ExecutedCall(ToolRun):
     """A tool call that the user's code executes; DSPy wraps the tool's exception."""
 
     def end(self, error: BaseException | None) -> None:
@@ -88,7 +88,7 @@ def _called(tool: Any, **arguments: Any) -> ToolRun:
 
 def _executed(call: Any, *_: Any, **__: Any) -> ToolRun:
     id = getattr(call, "id", None)
-    return _Executed(call.name, id, call.args or {}, "dspy", only_failures=call.name in _ANSWERS)
+    return _ExecutedCall(call.name, id, call.args or {}, "dspy", only_failures=call.name in _ANSWERS)
 
 
 def _off_in_rollouts(method: Callable[..., Any]) -> Callable[..., Any]:

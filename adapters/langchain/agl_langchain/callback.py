@@ -20,10 +20,10 @@ import agl_core
 from agl_core.apis.alone import LocalRollout, LocalRollouts
 from agl_core.capture import (
     AttemptContext,
-    Decided,
+    BoundedDict,
     Identity,
     IdentityScope,
-    Latest,
+    Outcome,
     current_attempt,
     describe_error,
     enter_identity,
@@ -78,7 +78,7 @@ class _Handler(BaseCallbackHandler):
 
     def __init__(self, alone: LocalRollouts | None = None) -> None:
         self._alone = alone
-        self._runs: Latest[UUID, _Run] = Latest()
+        self._runs: BoundedDict[UUID, _Run] = BoundedDict()
         self._lock = threading.Lock()
 
     @guarded
@@ -172,7 +172,7 @@ class _Handler(BaseCallbackHandler):
         if run.scope:
             run.scope.close()
         if run.tool and not (error and _is_control_flow(error)):
-            decided: Decided | None = None
+            decided: Outcome | None = None
             if error is None:
                 result, decided = _outcome(result, run.tool_call_id)
             record_tool_result(
@@ -250,7 +250,7 @@ def _is_control_flow(error: BaseException) -> bool:
     return any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__)
 
 
-def _outcome(output: Any, tool_call_id: str | None) -> tuple[Any, Decided]:
+def _outcome(output: Any, tool_call_id: str | None) -> tuple[Any, Outcome]:
     """The result in a ToolMessage, in a Command that holds one, or in what the tool returned; and its status."""
     message = next((m for m in _tool_messages(output) if m.tool_call_id == tool_call_id), None)
     if message is None:

@@ -22,10 +22,10 @@ from llama_index.core.workflow import Event, Workflow
 from workflows.runtime.types.results import WaitingForEvent
 
 from agl_core.capture import (
-    Decided,
+    BoundedDict,
     Identity,
     IdentityScope,
-    Latest,
+    Outcome,
     current_attempt,
     enter_identity,
     guarded,
@@ -52,8 +52,10 @@ class _Span:
 
 
 class _Handler(BaseSpanHandler):  # type: ignore[misc]
-    _open: Latest[str, _Span] = PrivateAttr(default_factory=Latest)
-    _requests: Latest[tuple[str | None, str], tuple[Identity, str | None]] = PrivateAttr(default_factory=Latest)
+    _open: BoundedDict[str, _Span] = PrivateAttr(default_factory=BoundedDict)
+    _requests: BoundedDict[tuple[str | None, str], tuple[Identity, str | None]] = PrivateAttr(
+        default_factory=BoundedDict
+    )
     """Who asked for a tool, and the tool call's id; by the agent's span and LlamaIndex's own id of the call."""
 
     @guarded
@@ -138,7 +140,7 @@ def attach() -> None:
     get_dispatcher().add_span_handler(_Handler())
 
 
-def _said(output: ToolOutput | Exception, error: Exception | None) -> tuple[Any, Decided | None]:
+def _said(output: ToolOutput | Exception, error: Exception | None) -> tuple[Any, Outcome | None]:
     """The result as the model reads it, or the exception."""
     if error is not None or isinstance(output, Exception):
         return error or output, None

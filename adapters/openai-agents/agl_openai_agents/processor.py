@@ -11,9 +11,9 @@ from agents.tracing import Span, Trace, TracingProcessor
 import agl_core
 from agl_core.apis.alone import LocalRollout, LocalRollouts
 from agl_core.capture import (
+    BoundedDict,
     Identity,
     IdentityScope,
-    Latest,
     current_attempt,
     current_identity,
     describe_error,
@@ -42,7 +42,7 @@ class AglProcessor(LocalRollouts, TracingProcessor):
 
     def __init__(self, keep: int = 1000) -> None:
         super().__init__(keep)
-        self._open: Latest[str, _OpenTrace] = Latest()
+        self._open: BoundedDict[str, _OpenTrace] = BoundedDict()
         agl_core.attach([openai_agents])
 
     @guarded

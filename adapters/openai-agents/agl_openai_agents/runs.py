@@ -22,9 +22,9 @@ from agents.tracing import AgentSpanData, GuardrailSpanData, Span, SpanData, Tur
 from agents.tracing.processors import default_processor
 
 from agl_core.capture import (
-    Decided,
     Identity,
     IdentityScope,
+    Outcome,
     current_attempt,
     enter_identity,
     failure_status,
@@ -52,7 +52,7 @@ class _ToolRun:
     tool: Any
     started: float = dataclasses.field(default_factory=time.time)
     error: BaseException | None = None
-    decided: Decided | None = None
+    decided: Outcome | None = None
     """The status that its MCP server reports, if it reports a failure."""
     result: Any = None
     """The SDK's own record of what it returned."""

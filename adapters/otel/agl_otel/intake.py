@@ -32,7 +32,7 @@ from agl_core.apis.errors import ApiError, as_answer
 from agl_core.store import Store
 from agl_core.types import AttemptKey, Call, Identity, Json, Source, ToolResult
 from agl_core.types.forms import count_values, parse_json
-from agl_otel.spans import SeenSpan, Span, SpanTree, see
+from agl_otel.spans import Span, SpanFacts, SpanTree, see
 from agl_server.gateway.attempts import ActiveAttempt
 from agl_server.http.listening import error_response, read_body
 
@@ -64,7 +64,7 @@ class _Trace:
     """By response id."""
     kept: int = 0
     """Bytes of the tools' arguments and results."""
-    unrecorded: list[SeenSpan] = field(default_factory=list)
+    unrecorded: list[SpanFacts] = field(default_factory=list)
     """Spans that were not recorded in full."""
 
     def add(self, spans: Iterable[Span]) -> tuple[list[ToolResult], dict[str, Identity]]:

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 
 import agl_core
 from agl_core.apis.alone import LocalRollout, LocalRollouts
-from agl_core.capture import Identity, IdentityScope, Latest, current_identity, enter_identity, guarded
+from agl_core.capture import BoundedDict, Identity, IdentityScope, current_identity, enter_identity, guarded
 from agl_core.types import Json
 from agl_core.types.forms import parse_if_json
 from agl_otel.plugin import otel
@@ -32,7 +32,7 @@ class AglSpanProcessor(WatchingProcessor, LocalRollouts):
     def __init__(self, keep: int = 1000) -> None:
         WatchingProcessor.__init__(self)
         LocalRollouts.__init__(self, keep)
-        self._roots: Latest[tuple[str, str], tuple[LocalRollout, IdentityScope]] = Latest()
+        self._roots: BoundedDict[tuple[str, str], tuple[LocalRollout, IdentityScope]] = BoundedDict()
         """Running spans that began a rollout: no span around them runs in this process."""
         agl_core.attach([otel])
 

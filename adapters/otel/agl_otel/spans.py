@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agl_core.capture.recording import SPANS, jsonable
-from agl_core.capture.status import Decided, failure_status, message_status, message_text, status_of, unknown_status
+from agl_core.capture.status import Outcome, failure_status, message_status, message_text, status_of, unknown_status
 from agl_core.types import Identity, Json, ToolResult, ToolStatus
 from agl_core.types.forms import parse_if_json
 
@@ -82,7 +82,7 @@ class ModelCall:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenSpan:
+class SpanFacts:
     """A span as agl reads it: its place in the trace, the agent that it names, and what it did."""
 
     trace: str
@@ -104,7 +104,7 @@ class SeenSpan:
         return self.trace, self.id
 
 
-def see(span: Span) -> SeenSpan:
+def see(span: Span) -> SpanFacts:
     """Read a span in any of the vocabularies.
 
     >>> attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.call.result": "[]"}
@@ -113,7 +113,7 @@ def see(span: Span) -> SeenSpan:
     ('search', 'empty')
     """
     kind = _kind(span.attributes)
-    return SeenSpan(
+    return SpanFacts(
         span.trace,
         span.id,
         span.parent,
@@ -207,7 +207,7 @@ def _arguments(span: Span) -> Json:
     return arguments["kwargs"] if is_call else arguments
 
 
-def _result(span: Span) -> tuple[Json, Decided]:
+def _result(span: Span) -> tuple[Json, Outcome]:
     """The tool's result, and its status if the span did not fail."""
     attribute = next((name for name in _RESULT if name in span.attributes), None)
     result = span.attributes[attribute] if attribute else _event(span, "gen_ai.choice").get("message")
@@ -220,7 +220,7 @@ def _result(span: Span) -> tuple[Json, Decided]:
     return result, status_of(value)
 
 
-def _status(span: Span, error_type: str | None) -> Decided:
+def _status(span: Span, error_type: str | None) -> Outcome:
     """The status of a tool that failed: by the error's type if the span has it, else by how the message begins."""
     if error_type and error_type not in _UNSPECIFIC:
         return failure_status(error_type)
@@ -249,7 +249,7 @@ def _text(attributes: Mapping[str, Json], *names: str) -> str | None:
     return None
 
 
-def agent_of(lineage: Iterable[SeenSpan]) -> str | None:
+def agent_of(lineage: Iterable[SpanFacts]) -> str | None:
     """The nearest agent in a lineage (innermost first), else the nearest graph node."""
     node = None
     for span in lineage:
@@ -259,7 +259,7 @@ def agent_of(lineage: Iterable[SeenSpan]) -> str | None:
     return node
 
 
-def identity_of(lineage: Sequence[SeenSpan]) -> Identity:
+def identity_of(lineage: Sequence[SpanFacts]) -> Identity:
     """The caller inside these spans (innermost first), with the nearest span that is not a call as parent."""
     calls = [span for span in lineage if isinstance(span.did, ModelCall)]
     around = next((span for span in lineage if not isinstance(span.did, ModelCall)), None)
@@ -268,13 +268,13 @@ def identity_of(lineage: Sequence[SeenSpan]) -> Identity:
     return Identity(agent_of(lineage), span=calls[0].id if calls else None, parent_span=parent)
 
 
-def outermost_call(lineage: Iterable[SeenSpan]) -> SeenSpan:
+def outermost_call(lineage: Iterable[SpanFacts]) -> SpanFacts:
     """The outermost of a call's span and the calls directly around it, which are the same call."""
     *_, outermost = itertools.takewhile(lambda span: isinstance(span.did, ModelCall), lineage)
     return outermost
 
 
-def outermost_execution(lineage: Iterable[SeenSpan]) -> SeenSpan:
+def outermost_execution(lineage: Iterable[SpanFacts]) -> SpanFacts:
     """The outermost span of the same run of a tool.
 
     Two instrumentations may each have a span for it: with the same tool, and with ids that agree or are missing.
@@ -291,7 +291,7 @@ def outermost_execution(lineage: Iterable[SeenSpan]) -> SeenSpan:
     return outermost
 
 
-def tool_result_of(spans: Sequence[SeenSpan], agent: str | None) -> ToolResult:
+def tool_result_of(spans: Sequence[SpanFacts], agent: str | None) -> ToolResult:
     """The tool result of one run of a tool, from its spans, outermost first."""
     # Its id stays the same when spans around it come in later.
     first = min(spans, key=lambda span: span.ended or 0.0)
@@ -315,16 +315,16 @@ class SpanTree:
     """The spans of one attempt or trace, added as they come in: inner spans before those around them."""
 
     def __init__(self) -> None:
-        self._spans: dict[tuple[str, str], SeenSpan] = {}
-        self._inner: dict[tuple[str, str], list[SeenSpan]] = {}
+        self._spans: dict[tuple[str, str], SpanFacts] = {}
+        self._inner: dict[tuple[str, str], list[SpanFacts]] = {}
         """The spans directly below one, which may not be there yet."""
-        self._lineages: dict[tuple[str, str], list[SeenSpan]] = {}
+        self._lineages: dict[tuple[str, str], list[SpanFacts]] = {}
         """A cache, emptied when spans are added."""
 
     def __len__(self) -> int:
         return len(self._spans)
 
-    def add(self, spans: Iterable[SeenSpan]) -> list[SeenSpan]:
+    def add(self, spans: Iterable[SpanFacts]) -> list[SpanFacts]:
         """Add spans, but for known ids; returns the new spans and all below them."""
         new = []
         self._lineages.clear()
@@ -335,9 +335,9 @@ class SpanTree:
                 new.append(span)
         return self._with_inner(new)
 
-    def _with_inner(self, spans: Iterable[SeenSpan]) -> list[SeenSpan]:
+    def _with_inner(self, spans: Iterable[SpanFacts]) -> list[SpanFacts]:
         """Spans and all below them, those that started first at the beginning."""
-        inside: dict[tuple[str, str], SeenSpan] = {}
+        inside: dict[tuple[str, str], SpanFacts] = {}
         waiting = [*spans]
         while waiting:
             span = waiting.pop()
@@ -346,18 +346,18 @@ class SpanTree:
                 waiting += self._inner.get(span.key, ())
         return sorted(inside.values(), key=lambda span: span.started or 0.0)
 
-    def lineage(self, span: SeenSpan) -> list[SeenSpan]:
+    def lineage(self, span: SpanFacts) -> list[SpanFacts]:
         """The span and the known ones around it, innermost first."""
         if span.key not in self._lineages:
-            lineage: dict[tuple[str, str], SeenSpan] = {}
-            outer: SeenSpan | None = span
+            lineage: dict[tuple[str, str], SpanFacts] = {}
+            outer: SpanFacts | None = span
             while outer is not None and outer.key not in lineage and len(lineage) < _MAX_LINEAGE:
                 lineage[outer.key] = outer
                 outer = self._spans.get((outer.trace, outer.parent)) if outer.parent else None
             self._lineages[span.key] = list(lineage.values())
         return self._lineages[span.key]
 
-    def callers(self, spans: Iterable[SeenSpan]) -> dict[str, Identity]:
+    def callers(self, spans: Iterable[SpanFacts]) -> dict[str, Identity]:
         """The callers of these spans' calls, by the id of the reply."""
         callers = {}
         for seen in self._seen_together(spans, ModelCall, outermost_call):
@@ -367,19 +367,19 @@ class SpanTree:
                 callers[response_id] = identity_of(self.lineage(span if len(ids) > 1 else seen[-1]))
         return callers
 
-    def tool_results(self, spans: Iterable[SeenSpan]) -> list[ToolResult]:
+    def tool_results(self, spans: Iterable[SpanFacts]) -> list[ToolResult]:
         """These spans' tool results, in the order in which the tools started."""
         runs = self._seen_together(spans, ToolResult, outermost_execution)
         return [tool_result_of(seen, agent_of(self.lineage(seen[-1]))) for seen in runs]
 
     def _seen_together(
         self,
-        spans: Iterable[SeenSpan],
+        spans: Iterable[SpanFacts],
         kind: type[ModelCall | ToolResult],
-        outermost: Callable[[list[SeenSpan]], SeenSpan],
-    ) -> list[list[SeenSpan]]:
+        outermost: Callable[[list[SpanFacts]], SpanFacts],
+    ) -> list[list[SpanFacts]]:
         """The spans of each call or run of a tool (several instrumentations may see it), outermost first."""
-        groups: dict[tuple[str, str], list[SeenSpan]] = {
+        groups: dict[tuple[str, str], list[SpanFacts]] = {
             root.key: [] for span in spans if isinstance(span.did, kind) and (root := outermost(self.lineage(span)))
         }
         for span in self._with_inner(self._spans[key] for key in groups):

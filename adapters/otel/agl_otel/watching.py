@@ -14,9 +14,9 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as SdkSpan
 from opentelemetry.trace import StatusCode, format_span_id, format_trace_id
 
-from agl_core.capture import Identity, Latest, Recording, current_attempt, guarded
+from agl_core.capture import BoundedDict, Identity, Recording, current_attempt, guarded
 from agl_core.types import ToolResult
-from agl_otel.spans import SeenSpan, Span, agent_of, identity_of, outermost_execution, see, tool_result_of
+from agl_otel.spans import Span, SpanFacts, agent_of, identity_of, outermost_execution, see, tool_result_of
 
 _Key: TypeAlias = tuple[int, int]
 _NANO = 1e-9
@@ -49,7 +49,7 @@ class _Node:
     outer: _Node | None
     recording: Recording | None = None
     """The recording of the span's attempt."""
-    same: list[tuple[int, SeenSpan]] = field(default_factory=list)
+    same: list[tuple[int, SpanFacts]] = field(default_factory=list)
     """Spans below it that are the same run of a tool, by depth."""
 
     def around(self) -> list[_Node]:
@@ -66,7 +66,7 @@ class RunningSpans:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._nodes: Latest[_Key, _Node] = Latest()
+        self._nodes: BoundedDict[_Key, _Node] = BoundedDict()
 
     def start(self, span: SdkSpan, outer: trace.Span) -> bool:
         """Start a span, perhaps again; True if it belongs to an attempt now."""

@@ -26,9 +26,9 @@ from starlette.responses import Response as HttpResponse
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from agl_chat.backends import Backend, Generated, Request, SampledToken
+from agl_chat.backends import Backend, Generation, Request, SampledToken
 from agl_chat.conversation import ChatText, Prompt, ReplyMemory, overflow
-from agl_chat.formats import Message, Parsed, ToolFormat
+from agl_chat.formats import Message, ParsedReply, ToolFormat
 from agl_chat.parsing import ReplyParser, ResponseText
 from agl_chat.requests import ChatRequest, normalise, parse_request
 from agl_core.apis.dialect import unsupported, wrong
@@ -226,7 +226,7 @@ class ModelServer:
         return ResponseText(self.text.decode, exchange.parser, exchange.chat.stops)
 
     def finish(
-        self, exchange: PendingReply, generated: Generated, texts: Sequence[ResponseText] | None = None
+        self, exchange: PendingReply, generated: Generation, texts: Sequence[ResponseText] | None = None
     ) -> dict[str, Any]:
         """The reply's body; the session remembers it. `texts` are those of the responses where they were streamed."""
         if texts is None:
@@ -323,7 +323,7 @@ def stop_at(text: ChatText, stops: Sequence[str]) -> Callable[[Sequence[int]], b
     return stopped
 
 
-def _message(parsed: Parsed, exchange: PendingReply, choice: int) -> Message:
+def _message(parsed: ParsedReply, exchange: PendingReply, choice: int) -> Message:
     message: Message = {"role": "assistant", "content": parsed.content, "refusal": None}
     if parsed.reasoning:
         message["reasoning_content"] = parsed.reasoning
@@ -399,6 +399,6 @@ async def stream_reply(model: ModelServer, exchange: PendingReply, backend: Back
         yield {**head, "choices": [], "usage": body["usage"], **more}
 
 
-def _delta(parsed: Parsed) -> dict[str, Any]:
+def _delta(parsed: ParsedReply) -> dict[str, Any]:
     texts = {"reasoning_content": parsed.reasoning, "content": parsed.content}
     return {name: text for name, text in texts.items() if text}

@@ -90,7 +90,7 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Generated:
+class Generation:
     request: Request
     responses: tuple[Response, ...]
     version: int
@@ -103,7 +103,7 @@ class Generated:
 class Backend(Protocol):
     """An engine: tokens in, tokens out."""
 
-    async def generate(self, request: Request) -> Generated:
+    async def generate(self, request: Request) -> Generation:
         """Answer a request; cancelling it frees its place. EngineError if the engine cannot answer."""
 
 
@@ -122,7 +122,7 @@ class HttpBackend(ABC):
     def __init__(self, client: httpx.AsyncClient, end_ids: Collection[int] = ()) -> None:
         self._client, self._end_ids = client, sorted(end_ids)
 
-    async def generate(self, request: Request) -> Generated:
+    async def generate(self, request: Request) -> Generation:
         """See `Backend`. Cancelling it closes the connection, by which the server ends the sampling."""
         responses = _Responses(request)
         async with aclosing(self.ask({"stream": request.watch is not None, **self._body(request)})) as answers:
@@ -278,7 +278,7 @@ class _Responses:
             if self.request.watch:
                 self.request.watch(token)
 
-    def generated(self) -> Generated:
+    def generated(self) -> Generation:
         """All of them, once nothing more comes."""
         request = self.request
         # vLLM's streams do not say that a response was aborted.
@@ -287,7 +287,7 @@ class _Responses:
         # The prompt is computed once, and found in the cache for the other responses.
         length = len(_prompt(request))
         computed = max(0, length - sum(self.reused))
-        return Generated(request, tuple(responses), self.version, computed, length * request.n - computed)
+        return Generation(request, tuple(responses), self.version, computed, length * request.n - computed)
 
 
 def _prompt(request: Request) -> list[int]:

@@ -32,7 +32,7 @@ def arguments_text(call: Message) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedReply:
     """A response taken apart. With an error, the content has what is malformed as it was written."""
 
     content: str
@@ -40,7 +40,7 @@ class Parsed:
     error: str | None = None
     reasoning: str = ""
 
-    def after(self, before: Parsed) -> Parsed:
+    def after(self, before: ParsedReply) -> ParsedReply:
         """The part beyond `before`, which was certain when there was less of the response."""
         content, reasoning = self.content[len(before.content) :], self.reasoning[len(before.reasoning) :]
         return replace(self, content=content, reasoning=reasoning)
@@ -119,7 +119,7 @@ class ToolFormat(abc.ABC):
         """The index at which a call may begin in a text that goes on; the text's end if there is none."""
         return find_mark(text, self.markers)[0]
 
-    def parse(self, text: str, tools: Tools = ()) -> Parsed:
+    def parse(self, text: str, tools: Tools = ()) -> ParsedReply:
         """Find the calls in a response's text (without its end token); one that is malformed is content."""
         (content, *after), bodies = self.split(text)
         pieces, calls, errors = [content.rstrip()], list[ToolCall](), list[str]()
@@ -134,7 +134,8 @@ class ToolFormat(abc.ABC):
             pieces += [malformed.strip(), outside.strip()]
         errors += filter(None, map(self.fault, pieces))
         first = errors[0] if errors else None
-        return Parsed("\n".join(filter(None, pieces)), tuple(calls), first) if calls else Parsed(text, error=first)
+        content = "\n".join(filter(None, pieces)) if calls else text
+        return ParsedReply(content, tuple(calls), first)
 
     def _read(self, body: str, tools: Tools) -> tuple[str, Iterable[ToolCall]]:
         """The calls in the text of one, and what stands before it that was begun as a call and not ended."""
@@ -153,7 +154,7 @@ class ToolFormat(abc.ABC):
         return None
 
 
-class Tagged(ToolFormat):
+class TaggedFormat(ToolFormat):
     """Each call stands between its marks."""
 
     markers: tuple[str, ...] = ("<tool_call>", "</tool_call>")
@@ -178,7 +179,7 @@ class Tagged(ToolFormat):
         return f"{last} without {first}" if last in outside else None
 
 
-class Hermes(Tagged):
+class Hermes(TaggedFormat):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, several for parallel calls (Hermes, Qwen 2.5 and 3)."""
 
     name = "hermes"
@@ -187,7 +188,7 @@ class Hermes(Tagged):
     ends = ("}\n</tool_call>", '\n<tool_call>\n{"name": "', "")
 
 
-class QwenXml(Tagged):
+class QwenXml(TaggedFormat):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>` (Qwen3-Coder, Qwen3.5)."""
 
     name = "qwen3_coder"
@@ -205,7 +206,7 @@ class QwenXml(Tagged):
         return text.find(self.marks[1], end.start() if end else start)
 
 
-class Glm(Tagged):
+class Glm(TaggedFormat):
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…</tool_call>` (GLM 4.5 and later)."""
 
     name = "glm45"
@@ -218,7 +219,7 @@ class Glm(Tagged):
     argument = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL)
 
 
-class DeepSeek(Tagged):
+class DeepSeek(TaggedFormat):
     """`NAME<｜tool▁sep｜>{…}` between tokens of its own, and all calls between two more (DeepSeek V3.1)."""
 
     name = "deepseek_v31"

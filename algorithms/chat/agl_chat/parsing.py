@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from agl_chat import formats
-from agl_chat.formats import Parsed, ToolFormat, Tools, find_mark
+from agl_chat.formats import ParsedReply, ToolFormat, Tools, find_mark
 from agl_chat.plain_text import PlainText
 
 FORMATS: tuple[ToolFormat, ...] = (
@@ -61,7 +61,7 @@ class ReplyParser:
     is_thinking: bool = False
     """The prompt ends with the first of the tags."""
 
-    def parse(self, text: str, *, is_over: bool = True) -> Parsed:
+    def parse(self, text: str, *, is_over: bool = True) -> ParsedReply:
         """The message of a reply; of one that goes on, the part that is certain, which more text only adds to.
 
         A possible beginning of a tag or of a call is not certain, nor is space that a call may follow. Calls come at
@@ -69,10 +69,10 @@ class ReplyParser:
         """
         reasoning, content = self._split_reasoning(text, is_over)
         if self.tool_format is None:
-            return Parsed(content, reasoning=reasoning)
+            return ParsedReply(content, reasoning=reasoning)
         if is_over:
             return replace(self.tool_format.parse(content, self.tools), reasoning=reasoning)
-        return Parsed(content[: self.tool_format.find_call(content)].rstrip(), reasoning=reasoning)
+        return ParsedReply(content[: self.tool_format.find_call(content)].rstrip(), reasoning=reasoning)
 
     def _split_reasoning(self, text: str, is_over: bool) -> tuple[str, str]:
         """Reasoning, and what follows it."""
@@ -104,7 +104,7 @@ class ResponseText:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], parser: ReplyParser, stops: Sequence[str]) -> None:
         self.ids: list[int] = []
-        self.parsed = Parsed("")
+        self.parsed = ParsedReply("")
         self.stop: str | None = None
         """The stop string that the response has."""
         self._decode, self._parser, self._stops = decode, parser, stops
@@ -112,18 +112,18 @@ class ResponseText:
         self._start = self._known = 0
         """Some tokens are decoded twice, since a token's text depends on those before it: from `_start` on."""
 
-    def feed(self, ids: Sequence[int]) -> Parsed:
+    def feed(self, ids: Sequence[int]) -> ParsedReply:
         """The part of the message that is certain after these tokens and was not before."""
         self.ids += ids
         piece = self._piece()
         if piece.endswith(_UNFINISHED):
-            return Parsed("")
+            return ParsedReply("")
         if piece:
             self._start = self._known
         self._known = len(self.ids)
         return self._parse(piece, is_over=False)
 
-    def end(self) -> Parsed:
+    def end(self) -> ParsedReply:
         """The rest, once there are no more tokens."""
         return self._parse(self._piece(), is_over=True)
 
@@ -131,7 +131,7 @@ class ResponseText:
         before = self._decode(self.ids[self._start : self._known])
         return self._decode(self.ids[self._start :])[len(before) :]
 
-    def _parse(self, piece: str, *, is_over: bool) -> Parsed:
+    def _parse(self, piece: str, *, is_over: bool) -> ParsedReply:
         self._decoded += piece
         at, is_whole = find_mark(self._decoded, self._stops)
         if is_whole:

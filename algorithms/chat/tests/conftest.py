@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from tiny_tokenizers import make_tokenizer
 
 from agl_chat.api import ModelServer
-from agl_chat.backends import Generated, Response, SampledToken
+from agl_chat.backends import Generation, Response, SampledToken
 from agl_chat.conversation import ChatText
 from agl_chat.requests import ChatRequest, parse_request
 from agl_core.types import FinishReason
@@ -99,7 +99,7 @@ class ScriptedChat:
             tokens = [*forced, *(SampledToken(choice, token, 0.0) for token in sampled)]
             ended = tokens[-1].id in self.model.eos_ids
             responses.append(Response(tokens, FinishReason.STOP if ended else FinishReason.LENGTH))
-        return self.served.finish(exchange, Generated(exchange.request, tuple(responses), 3, 5, 7))
+        return self.served.finish(exchange, Generation(exchange.request, tuple(responses), 3, 5, 7))
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]

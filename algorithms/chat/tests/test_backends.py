@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from agl_chat.api import CHAT_COMPLETIONS, create_app
-from agl_chat.backends import Backend, Generated, HttpBackend, Request, SampledToken, SglangBackend, VllmBackend
+from agl_chat.backends import Backend, Generation, HttpBackend, Request, SampledToken, SglangBackend, VllmBackend
 from agl_core.apis.errors import ApiError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
@@ -125,7 +125,7 @@ class Server:
                 info["finish_reason"] = info["finish_reason"] if end == len(self.ids) else None
                 yield {"index": index, "meta_info": info}
 
-    async def ask(self, **fields: Any) -> Generated:
+    async def ask(self, **fields: Any) -> Generation:
         request = Request("r", np.array([5, 6, 7], np.int32), **{"max_tokens": 16, "model": "m", **fields})
         return await self.backend.generate(request)
 

@@ -14,7 +14,7 @@ import pytest
 
 from agl_chat import api
 from agl_chat.api import CHAT_COMPLETIONS, MODELS, PendingReply, create_app
-from agl_chat.backends import Generated, Request, Response, SampledToken
+from agl_chat.backends import Generation, Request, Response, SampledToken
 from agl_core.apis.errors import ApiError
 from agl_core.types import FinishReason
 
@@ -30,7 +30,7 @@ TURNS = (
 
 
 class NoBackend:
-    async def generate(self, request: Request) -> Generated:
+    async def generate(self, request: Request) -> Generation:
         raise NotImplementedError("no model")
 
 
@@ -330,7 +330,7 @@ def test_output_that_is_not_finite_is_an_engine_error(chat: ScriptedChat) -> Non
     exchange = chat.served.begin(parsed({"model": "m", "messages": [USER]}), None)
     response = Response([SampledToken(0, 5, math.nan)], FinishReason.LENGTH)
     with pytest.raises(ApiError, match="diverged") as caught:
-        chat.served.finish(exchange, Generated(exchange.request, (response,), 4, 0, 0))
+        chat.served.finish(exchange, Generation(exchange.request, (response,), 4, 0, 0))
     assert caught.value.status == 500
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import CHATML, LLAMA
 
-from agl_chat.formats import Parsed, ToolCall, ToolFormat
+from agl_chat.formats import ParsedReply, ToolCall, ToolFormat
 from agl_chat.parsing import FORMATS, THINKING_TAGS, ReplyParser, ThinkingTags, detect_format
 from agl_chat.plain_text import in_plain_text
 
@@ -309,7 +309,7 @@ def test_what_is_certain_only_grows_to_the_whole(reply: tuple) -> None:
 
     parser = ReplyParser(tool_format, TOOLS, tags, is_thinking)
     whole = parser.parse(text)
-    before = Parsed("")
+    before = ParsedReply("")
     for end in range(len(text) + 1):
         certain = parser.parse(text[:end], is_over=False)
         assert certain.calls == ()
@@ -320,10 +320,10 @@ def test_what_is_certain_only_grows_to_the_whole(reply: tuple) -> None:
     assert whole.reasoning.startswith(before.reasoning)
 
 
-def deltas(parser: ReplyParser, *pieces: str) -> list[Parsed]:
+def deltas(parser: ReplyParser, *pieces: str) -> list[ParsedReply]:
     """The additions of each piece, and of the end."""
     texts = list(accumulate(pieces))
-    parsed = [Parsed(""), *(parser.parse(text, is_over=False) for text in texts), parser.parse(texts[-1])]
+    parsed = [ParsedReply(""), *(parser.parse(text, is_over=False) for text in texts), parser.parse(texts[-1])]
     return [later.after(before) for before, later in pairwise(parsed)]
 
 
@@ -349,7 +349,7 @@ def test_what_is_certain_is_given_at_once_and_what_may_be_a_mark_is_not() -> Non
 def test_prose_is_given_before_its_end(name: str) -> None:
     tool_format = next(tool_format for tool_format in FORMATS if tool_format.name == name)
     first, second, rest = deltas(ReplyParser(tool_format), "So it is", " 42.")
-    assert (first.content + second.content, rest) == ("So it is 42.", Parsed(""))
+    assert (first.content + second.content, rest) == ("So it is 42.", ParsedReply(""))
 
 
 @pytest.mark.parametrize(
@@ -367,10 +367,10 @@ def test_prose_is_given_before_its_end(name: str) -> None:
     ],
 )
 def test_reasoning(text: str, is_thinking: bool, reasoning: str, content: str) -> None:
-    assert ReplyParser(None, (), THINK, is_thinking).parse(text) == Parsed(content, reasoning=reasoning)
+    assert ReplyParser(None, (), THINK, is_thinking).parse(text) == ParsedReply(content, reasoning=reasoning)
 
 
 def test_calls_among_thoughts_are_thoughts() -> None:
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     parsed = ReplyParser(FORMATS[0], TOOLS, THINK).parse(f"<think>{call}</think>{call}")
-    assert parsed == Parsed("", (ToolCall("add", {}),), reasoning=call)
+    assert parsed == ParsedReply("", (ToolCall("add", {}),), reasoning=call)

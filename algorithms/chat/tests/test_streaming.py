@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_chat.api import create_app
-from agl_chat.backends import Generated, Request, Response, SampledToken
+from agl_chat.backends import Generation, Request, Response, SampledToken
 from agl_core.apis.streamed import StreamedCompletion
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
@@ -49,7 +49,7 @@ class Scripted:
     """After which tokens those before are read."""
     failure: Exception | None = None
 
-    async def generate(self, request: Request) -> Generated:
+    async def generate(self, request: Request) -> Generation:
         answers = []
         for choice, ids in enumerate(self.responses):
             tokens = [
@@ -64,7 +64,7 @@ class Scripted:
                     await asyncio.sleep(0)
         if self.failure:
             raise self.failure
-        return Generated(request, tuple(answers), 3, 5, 7)
+        return Generation(request, tuple(answers), 3, 5, 7)
 
 
 def answer(model: ServedModel, backend: Scripted, **fields: Any) -> tuple[int, str]:

@@ -35,7 +35,7 @@ class ValueTraining:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedBatch:
     """The M usable of N transitions; batch, samples and tensors are over these M."""
 
     batch: Batch
@@ -53,12 +53,12 @@ class Prepared:
     """None without a critic."""
 
     @classmethod
-    def of_nothing(cls, usable: TrainableBatch, samples: Samples) -> Prepared:
+    def of_nothing(cls, usable: TrainableBatch, samples: Samples) -> PreparedBatch:
         """No transition is trained on."""
         nothing = torch.zeros_like(samples.behaviour_R)
         return cls(usable.batch, samples, nothing, nothing, usable.places, np.zeros(0, dtype=np.int64), usable.dropped)
 
-    def without(self, broken: NDArray[np.int64]) -> Prepared:
+    def without(self, broken: NDArray[np.int64]) -> PreparedBatch:
         """The same, with these of the M transitions dropped as not finite."""
         dropped = list(self.dropped)
         for i in self.usable[broken]:
@@ -68,7 +68,7 @@ class Prepared:
         trained = np.setdiff1d(self.trained, broken)
         return replace(self, weights_R=weights_R, trained=trained, dropped=tuple(dropped))
 
-    def rescored(self, algorithm: Algorithm, logprobs: Logprobs) -> tuple[Prepared, dict[str, float]]:
+    def rescored(self, algorithm: Algorithm, logprobs: Logprobs) -> tuple[PreparedBatch, dict[str, float]]:
         """The same with the algorithm's advantages from log-probabilities before the update, and its metrics of them;
         transitions with an advantage that is not finite are dropped."""
         advantages_R, measured = algorithm.rescore(self.samples, logprobs, self.advantages_R, self.weights_R)
@@ -174,13 +174,15 @@ def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torc
     )
 
 
-def prepare(usable: TrainableBatch, samples: Samples, algorithm: Algorithm, values_R: Tensor | None = None) -> Prepared:
+def prepare(
+    usable: TrainableBatch, samples: Samples, algorithm: Algorithm, values_R: Tensor | None = None
+) -> PreparedBatch:
     """Ask the algorithm for advantages and weights; `values_R` are the critic's, if it needs one.
 
     Transitions with an advantage or weight that is not finite, and those that the algorithm does not keep, are dropped.
     """
     if not len(usable.places):
-        return Prepared.of_nothing(usable, samples)
+        return PreparedBatch.of_nothing(usable, samples)
     advantages_R, weights_R = algorithm.advantages(samples, values_R), algorithm.weights(samples)
     for what, tensor in (("advantages", advantages_R), ("weights", weights_R)):
         if tensor.shape != samples.mask_R.shape:
@@ -212,7 +214,7 @@ def prepare(usable: TrainableBatch, samples: Samples, algorithm: Algorithm, valu
         elif not kept:
             dropped[i] = DropReason.NO_ADVANTAGE
     trained = np.flatnonzero(kept_M.cpu().numpy()).astype(np.int64)
-    return Prepared(usable.batch, samples, advantages_R, weights_R, usable.places, trained, tuple(dropped), value)
+    return PreparedBatch(usable.batch, samples, advantages_R, weights_R, usable.places, trained, tuple(dropped), value)
 
 
 def minibatches(batch: Batch, chosen: NDArray[np.int64], count: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:

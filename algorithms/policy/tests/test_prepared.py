@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.policy_gradient import Samples
-from agl_algorithms.prepared import Prepared, lineages, minibatches, prepare, samples_of
+from agl_algorithms.prepared import PreparedBatch, lineages, minibatches, prepare, samples_of
 from agl_core.builtin import discounted, identical, stepwise
 from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches, subset
 from agl_core.testing import episodes as make
@@ -32,7 +32,7 @@ def rows_of(values: list[float], rollouts: list[int] | None = None) -> Batch:
     return batch if rollouts is None else replace(batch, rollout_N=np.array(rollouts))
 
 
-def prepared_of(batch: Batch, algorithm: Grpo = GRPO) -> Prepared:
+def prepared_of(batch: Batch, algorithm: Grpo = GRPO) -> PreparedBatch:
     usable = filter_trainable(batch, context_length=16, vocabulary=1000)
     return prepare(usable, samples_of(usable.batch), algorithm)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
-from agl_chat.backends import Generated, Request
+from agl_chat.backends import Generation, Request
 from agl_core.errors import EngineError
 from agl_torch.sampler import Sampler
 
@@ -38,14 +38,14 @@ class EngineLoop:
         self._samplers, self._lost = samplers, lost
         self._inbox: deque[tuple[Work, Future[Any]]] = deque()
         self._wake = threading.Condition()
-        self._futures: dict[tuple[Sampler, str], Future[Generated]] = {}
+        self._futures: dict[tuple[Sampler, str], Future[Generation]] = {}
         """By sampler and request id."""
         self._thread = threading.Thread(target=self._run, name="agl-torch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    async def generate(self, request: Request) -> Generated:
+    async def generate(self, request: Request) -> Generation:
         """Answer a request by its model's sampler; its id must be unique among those in flight.
 
         Cancelling it frees its place at once. Raises ApiError if its grammar cannot be enforced.
@@ -53,7 +53,7 @@ class EngineLoop:
         sampler = self._samplers[request.model]
         if request.grammar is not None:  # Compiling may take long, and is none of the tensor thread's work.
             await asyncio.to_thread(sampler.grammars.start, request.grammar, request.prompt_ids)
-        generated: Generated = await asyncio.wrap_future(self._post((sampler, request)))
+        generated: Generation = await asyncio.wrap_future(self._post((sampler, request)))
         return generated
 
     def run_exclusive(self, job: Callable[[], Result]) -> Future[Result]:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agl_chat.backends import Generated, Request, SampledToken
+from agl_chat.backends import Generation, Request, SampledToken
 from agl_core.apis.errors import ApiError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
@@ -154,7 +154,7 @@ class Sampler:
             raise EngineError("The weights were to change while responses were in progress; drain the sampler first.")
 
     @torch.inference_mode()
-    def step(self) -> list[Generated]:
+    def step(self) -> list[Generation]:
         """Admit and prefill what fits, decode one token for every row in progress; return what is complete."""
         touched: list[Job] = []
         budget = self._prefill_tokens
@@ -348,8 +348,8 @@ class Sampler:
         self._active = [row if row in staying else movers.pop() for row in self._active[: len(rows)]]
         self._cache.arrange([self._cache.whole(slot_of[row]) for row in self._active])
 
-    def _generated(self, job: Job) -> Generated:
-        return Generated(
+    def _generated(self, job: Job) -> Generation:
+        return Generation(
             request=job.request,
             responses=tuple(row.response for row in job.rows),
             version=self.version,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from agl_algorithms.policy_gradient import Algorithm, Logprobs
 from agl_algorithms.ppo import Ppo, explained_variance
-from agl_algorithms.prepared import Prepared, minibatches, prepare, samples_of
+from agl_algorithms.prepared import PreparedBatch, minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection, usual_learning_rate
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
@@ -189,14 +189,14 @@ class PolicyTrainer:
         scores = self._scores(self._loaded.model, batch, np.arange(len(batch)), Work())
         return ResponseScores(scores.logprobs_R.double().cpu().numpy(), scores.is_top_R.cpu().numpy())
 
-    def _reference_logprobs(self, prepared: Prepared, work: Work) -> Tensor:
+    def _reference_logprobs(self, prepared: PreparedBatch, work: Work) -> Tensor:
         if self._loaded.has_adapter:
             with self._loaded.model.disable_adapter():
                 return self._logprobs(self._loaded.model, prepared, work)
         self._reference = self._reference or self._load_initial().model
         return self._logprobs(self._reference, prepared, work)
 
-    def _teacher_logprobs(self, teacher: LoadedModel | ServedTeacher, prepared: Prepared, work: Work) -> Tensor:
+    def _teacher_logprobs(self, teacher: LoadedModel | ServedTeacher, prepared: PreparedBatch, work: Work) -> Tensor:
         if isinstance(teacher, LoadedModel):
             return self._logprobs(teacher.model, prepared, work)
         logprobs_R = torch.from_numpy(teacher.logprobs(prepared.batch, prepared.trained))
@@ -206,7 +206,7 @@ class PolicyTrainer:
         assert self._initial is not None, "an engine's policies have it"
         return self._initial()
 
-    def _logprobs(self, model: Any, prepared: Prepared, work: Work) -> Tensor:
+    def _logprobs(self, model: Any, prepared: PreparedBatch, work: Work) -> Tensor:
         return self._scores(model, prepared.batch, prepared.trained, work).logprobs_R
 
     def _scores(self, model: Any, batch: Batch, chosen: NDArray[np.int64], work: Work) -> TokenScores:
@@ -291,7 +291,7 @@ class Critic:
                 work.advance(micro.tokens, 1)
         return values_R
 
-    def train(self, prepared: Prepared, algorithm: Ppo, version: int, work: Work) -> dict[str, float]:
+    def train(self, prepared: PreparedBatch, algorithm: Ppo, version: int, work: Work) -> dict[str, float]:
         """Steps towards the value targets of a batch, in minibatches that differ with `version`.
 
         Metrics: those of the value loss and of `train`, and explained_variance of the values before, absent where all
@@ -328,7 +328,7 @@ class Critic:
 
 def train(
     optimizer: PolicyOptimizer,
-    prepared: Prepared,
+    prepared: PreparedBatch,
     weights_R: Tensor,
     steps: Sequence[NDArray[np.int64]],
     limits: Limits,

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
-from agl_chat.backends import Generated, Request
+from agl_chat.backends import Generation, Request
 from agl_core.config.sections import OptimizerSection
 from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.testing.engines import Row, batch_of
@@ -127,18 +127,18 @@ def random_ids(loaded: Loaded, length: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(8, len(loaded.tokenizer), length).astype(np.int32)
 
 
-def drive(sampler: Sampler, requests: Sequence[Request] = ()) -> dict[str, Generated]:
+def drive(sampler: Sampler, requests: Sequence[Request] = ()) -> dict[str, Generation]:
     """Submit, run until idle, and return what came out by request id."""
     for request in requests:
         sampler.submit(request)
-    done: dict[str, Generated] = {}
+    done: dict[str, Generation] = {}
     while not sampler.idle:
         done.update((generated.request.id, generated) for generated in sampler.step())
     return done
 
 
 @torch.inference_mode()
-def recomputed(loaded: Loaded, generated: Generated, choice: int = 0) -> np.ndarray:
+def recomputed(loaded: Loaded, generated: Generation, choice: int = 0) -> np.ndarray:
     """The log-probabilities of a response by one plain forward pass over prompt and response."""
     ids = torch.from_numpy(generated.responses[choice].ids).long()
     picked: np.ndarray = distributions(loaded, generated, choice).gather(1, ids[:, None])[:, 0].numpy()
@@ -146,7 +146,7 @@ def recomputed(loaded: Loaded, generated: Generated, choice: int = 0) -> np.ndar
 
 
 @torch.inference_mode()
-def distributions(loaded: Loaded, generated: Generated, choice: int = 0) -> torch.Tensor:
+def distributions(loaded: Loaded, generated: Generation, choice: int = 0) -> torch.Tensor:
     """The log-probabilities of all tokens at each position of a response, likewise."""
     request, response = generated.request, generated.responses[choice]
     ids = torch.tensor(np.concatenate([request.prompt_ids, response.ids]), dtype=torch.long)

@@ -18,7 +18,7 @@ import torch
 from tiny_tokenizers import make_tokenizer
 from torch import Tensor
 
-from agl_chat.backends import Generated, Request
+from agl_chat.backends import Generation, Request
 from agl_chat.conversation import ChatText
 from agl_core.learning.transitions import grammar_of
 from agl_core.testing.engines import Row, batch_of
@@ -60,14 +60,16 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
 }  # fmt: skip
 
 
-def sample(loaded: Loaded, fields: dict[str, Any], *, n: int = 6, temperature: float = 0.7, free: int = 2) -> Generated:
+def sample(
+    loaded: Loaded, fields: dict[str, Any], *, n: int = 6, temperature: float = 0.7, free: int = 2
+) -> Generation:
     """Replies of a form, sampled together with `free` ones."""
     prompt = random_ids(loaded, 20, 0)
     formed = Request("formed", prompt, 200, n, temperature, seed=3, grammar=grammar_of(fields))
     return drive(Sampler(loaded), [replace(formed, id="free", grammar=None, n=free), formed])["formed"]
 
 
-def batch_from(generated: Generated) -> Batch:
+def batch_from(generated: Generation) -> Batch:
     request = generated.request
     rows = [Row(request.prompt_ids, r.ids, r.logprobs, float(i % 2)) for i, r in enumerate(generated.responses)]
     masks = [np.array([token.is_free for token in r.tokens]) for r in generated.responses]
@@ -76,7 +78,7 @@ def batch_from(generated: Generated) -> Batch:
     return replace(batch, grammar_N=grammars, mask_R=np.concatenate(masks))
 
 
-def texts(loaded: Loaded, generated: Generated) -> list[str]:
+def texts(loaded: Loaded, generated: Generation) -> list[str]:
     """Those of the replies that ended by themselves, without end tokens."""
     ended = [r.ids.tolist() for r in generated.responses if r.finish_reason is FinishReason.STOP]
     return [loaded.tokenizer.decode([i for i in ids if i not in loaded.eos_ids]) for ids in ended]

@@ -24,7 +24,7 @@ from transformers.generation import (
     TopKLogitsWarper,
 )
 
-from agl_chat.backends import Generated, Request, SampledToken
+from agl_chat.backends import Generation, Request, SampledToken
 from agl_core.apis.errors import ApiError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
@@ -349,7 +349,7 @@ def test_whatever_leaves_and_whenever_what_stays_is_answered_exactly(
     expected: dict[str, int] = {}
     """Requests that are to be answered, and by which version."""
 
-    def take(done: Sequence[Generated]) -> None:
+    def take(done: Sequence[Generation]) -> None:
         for generated in done:
             assert generated.version == expected.pop(generated.request.id)
             for choice, response in enumerate(generated.responses):

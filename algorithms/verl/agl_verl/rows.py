@@ -26,7 +26,7 @@ from agl_algorithms.ppo import Ppo
 from agl_core.errors import EngineError
 
 if TYPE_CHECKING:  # veRL imports this in every process.
-    from agl_algorithms.prepared import Prepared
+    from agl_algorithms.prepared import PreparedBatch
     from agl_core.learning.batch import TrainableBatch
     from agl_core.types import Batch
     from agl_verl.config import ChosenAlgorithm
@@ -52,7 +52,7 @@ class Update:
 
     usable: TrainableBatch
     samples: Samples
-    prepared: Prepared | None
+    prepared: PreparedBatch | None
     """None as long as the critic's values are not known."""
     sent: NDArray[np.int64]
     """The usable transitions that veRL computes."""
@@ -147,7 +147,7 @@ def nested(rows: Sequence[Tensor]) -> Tensor:
 
 
 def fields_of(
-    prepared: Prepared, steps: Sequence[NDArray[np.int64]], chains: Sequence[Chain | None]
+    prepared: PreparedBatch, steps: Sequence[NDArray[np.int64]], chains: Sequence[Chain | None]
 ) -> dict[str, list[Tensor]]:
     """The fields that losses read beside the rows; `steps`: by optimizer step, its transitions."""
     fields = {

@@ -1,4 +1,4 @@
-"""veRL's vLLM servers behind agl's chat layer and a gate (`agl_verl.gate`). Imports veRL and vLLM.
+"""veRL's vLLM servers behind agl's chat layer and a gate (`agl_verl.pause`). Imports veRL and vLLM.
 
 A chat completion is answered by the chat layer, which has the server sample in this process, behind the gate.
 """
@@ -30,7 +30,7 @@ from agl_chat.backends import VllmBackend, failure, read_events
 from agl_chat.conversation import load_text
 from agl_core.errors import EngineError
 from agl_verl.environment import KEY_VARIABLE
-from agl_verl.gate import FrontApp, Gate, GatedBackend
+from agl_verl.pause import FrontApp, Gate, GatedBackend
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """At vLLM's core, which notices its own end."""

@@ -37,7 +37,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from agl_algorithms.policy_gradient import Logprobs
 from agl_algorithms.ppo import Ppo
-from agl_algorithms.prepared import Prepared, lineages, minibatches, prepare, samples_of
+from agl_algorithms.prepared import PreparedBatch, lineages, minibatches, prepare, samples_of
 from agl_core.learning.batch import TrainableBatch, filter_trainable
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch
@@ -193,7 +193,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         else:  # The weights are those of before, under the next number.
             self._expect()
             ray.get([server.set_global_steps.remote(step) for server in self.servers.server_handles])
-        prepared, old_R = self._update.prepared or Prepared.of_nothing(usable, samples), self._update.old_R
+        prepared, old_R = self._update.prepared or PreparedBatch.of_nothing(usable, samples), self._update.old_R
         gap = {} if old_R is None else prepared.serving_gap(old_R, self._policy.version)
         self._policy.version = step
         seconds = {f"seconds_{name}": value for name, value in self.timing_raw.items()}
@@ -364,7 +364,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         """Say whose weights and version come next."""
         ray.get([server.expect.remote(self._policy.name) for server in self.servers.server_handles])
 
-    def _plan_training(self, batch: KVBatchMeta, prepared: Prepared, weights_R: Tensor, epochs: int) -> None:
+    def _plan_training(self, batch: KVBatchMeta, prepared: PreparedBatch, weights_R: Tensor, epochs: int) -> None:
         """Tell the workers about optimizer steps; `weights_R`: the algorithm's token weights."""
         update = self._update
         total = float(prepared.step_weights(weights_R, update.steps).sum())
@@ -400,7 +400,7 @@ class SharedTrainer(AglTrainer, PPOTrainerColocateAsync):  # type: ignore[misc]
     """Training and serving share the GPUs.
 
     While weights are trained and exchanged the servers are asleep, and what they were asked meanwhile they answer
-    afterwards, with the new weights (`agl_verl.gate`).
+    afterwards, with the new weights (`agl_verl.pause`).
     """
 
     def on_sample_end(self) -> None:
@@ -414,7 +414,7 @@ class SeparateTrainer(AglTrainer, PPOTrainerSeparateAsync):  # type: ignore[misc
     """Servers have GPUs of their own.
 
     They answer with the weights that they have while others are trained. Nothing enters while these are brought to them
-    (`on_step_end`); what was begun before is sampled anew with the new weights (`agl_verl.gate`).
+    (`on_step_end`); what was begun before is sampled anew with the new weights (`agl_verl.pause`).
     """
 
     prev_step_profile = False  # veRL's own loop sets it; profiles are not taken here.

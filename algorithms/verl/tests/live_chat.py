@@ -26,7 +26,7 @@ from agl_algorithms.policy_gradient import Teacher
 from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import Request, SampledToken, VllmBackend
 from agl_chat.conversation import ChatText, load_text
-from agl_chat.front import make_front
+from agl_chat.proxy import make_proxy
 from agl_core.apis.errors import ApiError
 from agl_core.apis.streamed import StreamedCompletion
 from agl_core.config.sections import OptimizerSection
@@ -155,7 +155,7 @@ async def test_prompts_of_five_turns_extend_the_recorded_ids(served: Served) -> 
 
 async def test_it_stands_before_a_server_that_runs_already(served: Served) -> None:
     async with httpx.AsyncClient(base_url=served.url, timeout=300, trust_env=False) as client:
-        app = await make_front(client, POLICY, "key")
+        app = await make_proxy(client, POLICY, "key")
         headers = {"authorization": "Bearer key", "x-agl-rollout": "r/0"}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://c", headers=headers) as chat:
             reply = await ask(chat, [USER], temperature=1.3)
@@ -294,7 +294,7 @@ async def test_a_stream_begins_with_the_first_token(served: Served) -> None:
     seconds: dict[str, list[float]] = {"vLLM": [], "agl": []}
     async with AsyncExitStack() as last:
         vllm = await last.enter_async_context(httpx.AsyncClient(base_url=served.url, timeout=300, trust_env=False))
-        front = uvicorn.Server(uvicorn.Config(await make_front(vllm, POLICY, "key"), port=0, lifespan="off"))
+        front = uvicorn.Server(uvicorn.Config(await make_proxy(vllm, POLICY, "key"), port=0, lifespan="off"))
         serving = asyncio.create_task(front.serve())
         while not front.started:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

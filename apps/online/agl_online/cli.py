@@ -26,7 +26,7 @@ from agl_online.config import online_section
 from agl_online.deployed import fixed_upstream
 from agl_online.policies import POLICY_KEY, Version, find_policy
 from agl_online.sessions import check_known, sessions_of
-from agl_online.versions import By, Decision, Ledger, LedgerError, State
+from agl_online.versions import DecidedBy, Decision, Ledger, LedgerError, State
 from agl_online.wire import DELETE_SESSIONS, ApplicationKeys, DeleteSessions, Purpose
 from agl_server.commands.screen import ConsoleObserver, Port, Run, show_in_browser
 from agl_server.commands.train import train_and_report
@@ -263,7 +263,7 @@ def _decide(name: str, state: State, reason: str) -> str:
         step = Version.find(name).step
     if step is None:
         raise LedgerError(f"There is no such version of {name}: it was never deployed (`agl learn`), or none waits.")
-    Ledger(run).record(Decision(step, state, By.OPERATOR, reason))
+    Ledger(run).record(Decision(step, state, DecidedBy.OPERATOR, reason))
     return f"{run.resolve().name}@{step}"
 
 

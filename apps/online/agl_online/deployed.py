@@ -18,7 +18,7 @@ from agl_core.config.load import LoadedConfig
 from agl_core.errors import AglError, EngineError
 from agl_core.protocols import Engine, Upstream
 from agl_online.policies import Version, make_engine, policy_spec
-from agl_online.versions import Ledger, Standing
+from agl_online.versions import Ledger, VersionsNow
 from agl_server.gateway.attempts import Destination, Relay, RunSettings
 from agl_server.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_server.training.run import run_settings
@@ -57,7 +57,7 @@ class DeployedVersions(Relay):
         [self._policy] = loaded.config.policies
         self._settings = run_settings(loaded.config)
         self._ledger = Ledger(run)
-        self._standing = Standing()
+        self._versions = VersionsNow()
         self._engine: Engine | None = None
         self._loaded: set[int] = set()
         """The versions that the engine has, by their steps."""
@@ -104,7 +104,7 @@ class DeployedVersions(Relay):
 
     def _version_of(self, group: str) -> int:
         """The version for a name's sessions now; ApiError 503 if none is loaded."""
-        stable, canary = self._standing.stable, self._standing.canary
+        stable, canary = self._versions.stable, self._versions.canary
         if canary in self._loaded and is_drawn(group, canary, self._share):
             return canary
         if stable not in self._loaded:
@@ -129,17 +129,17 @@ class DeployedVersions(Relay):
     async def _refresh(self) -> None:
         """Start the engine if there is none; load what is new, then let sessions have it, then let go of the others."""
         engine = self._engine or await self._start()
-        standing = await asyncio.to_thread(self._ledger.current)
-        if standing.stable is None:
+        versions = await asyncio.to_thread(self._ledger.current)
+        if versions.stable is None:
             raise EngineError(f"No version is stable in {self._run}: call Ledger.begin first.")
-        await self._load(engine, standing.stable)
-        if standing.canary is not None:
+        await self._load(engine, versions.stable)
+        if versions.canary is not None:
             try:
-                await self._load(engine, standing.canary)
+                await self._load(engine, versions.canary)
             except AglError as error:
-                logger.error("The canary, version %s, cannot be loaded: %s", standing.canary, error)
-        self._standing = standing
-        for step in sorted(self._loaded - set(standing.serving)):
+                logger.error("The canary, version %s, cannot be loaded: %s", versions.canary, error)
+        self._versions = versions
+        for step in sorted(self._loaded - set(versions.serving)):
             if not self._calls[step]:
                 self._loaded.remove(step)
                 await engine.unload_policy(_model(step))

@@ -22,7 +22,7 @@ from agl_core.store import RolloutFilter, Store
 from agl_core.types import Attempt, DropReason, Mode, Rollout, RolloutState, Transition, episode_return
 from agl_online.config import LearnSection
 from agl_server.training.metrics import Advance
-from agl_server.training.rollouts import Drawn, Scored, warn_of_failed_rules
+from agl_server.training.rollouts import ScoredRollout, StepGroups, warn_of_failed_rules
 from agl_server.training.session import Session
 
 _NAME_SHARE = 0.25
@@ -60,7 +60,7 @@ class SessionExperience:
     _unrewarded: dict[str, int] = field(default_factory=dict, init=False)
     """Sessions without a reward, with the number of annotations when that was found."""
 
-    async def draw(self, step: int, advance: Advance, draw_tasks: Callable[[], Awaitable[Drawn]]) -> Drawn:
+    async def draw(self, step: int, advance: Advance, draw_tasks: Callable[[], Awaitable[StepGroups]]) -> StepGroups:
         """The groups of a step. Rollouts of tasks begin only once there are enough sessions, so they are up to date."""
         usable, unusable, waiting = await self._take(step, advance)
         ended = [*usable, *unusable]
@@ -74,7 +74,7 @@ class SessionExperience:
         if usable:
             metrics["sessions/reward"] = sum(episode_return(scored.episode) for scored in usable) / len(usable)
             metrics["sessions/weight"] = sum(weights) / len(usable)
-        tasks = await draw_tasks() if self.settings.groups_of_tasks else Drawn([])
+        tasks = await draw_tasks() if self.settings.groups_of_tasks else StepGroups([])
         return replace(
             tasks,
             groups=[*tasks.groups, *([scored.episode] for scored in ended)],
@@ -84,7 +84,7 @@ class SessionExperience:
             note=f"{len(usable)} sessions {metrics.get('sessions/reward', math.nan):.3f}",
         )
 
-    async def _take(self, step: int, advance: Advance) -> tuple[list[Scored], list[Scored], int]:
+    async def _take(self, step: int, advance: Advance) -> tuple[list[ScoredRollout], list[ScoredRollout], int]:
         """Wait for enough sessions: those to train on, those to drop, and how many waited."""
         repeated = await self.session.collector.store.rollouts(run=self.session.run, mode=Mode.USE, step=step)
         if repeated:  # A learner that was killed before its checkpoint made this step with them.
@@ -109,7 +109,7 @@ class SessionExperience:
         earliest, latest = await store.rollouts(**first), await store.rollouts(**last)
         return list({rollout.id: rollout for rollout in (*earliest, *latest)}.values())
 
-    async def _look(self, rollouts: Sequence[Rollout], wanted: int) -> tuple[list[Scored], list[Scored]]:
+    async def _look(self, rollouts: Sequence[Rollout], wanted: int) -> tuple[list[ScoredRollout], list[ScoredRollout]]:
         """Sessions to train on, not many more than `wanted`, and sessions to drop, each by their ends.
 
         The latest come first, because their versions are nearest to the weights.
@@ -121,7 +121,7 @@ class SessionExperience:
         old = [rollout for rollout, attempt, _ in ended if (attempt.ended or 0.0) < limit]
         young = [rollout for rollout, _, _ in reversed(ended[len(old) :])]
         changed = [rollout for rollout in young if self._unrewarded.get(rollout.id) != judgements[rollout.id]]
-        usable, unusable = list[Scored](), list[Scored]()
+        usable, unusable = list[ScoredRollout](), list[ScoredRollout]()
         for start in range(0, len(changed), 2 * wanted):
             for scored in await self.session.collector.scored(changed[start : start + 2 * wanted]):
                 id = scored.rollout.id
@@ -136,7 +136,7 @@ class SessionExperience:
         unusable += [self._prepare(scored, is_old=True)[0] for scored in too_old]
         return usable[::-1], unusable[::-1]
 
-    def _prepare(self, scored: Scored, *, is_old: bool = False) -> tuple[Scored, bool]:
+    def _prepare(self, scored: ScoredRollout, *, is_old: bool = False) -> tuple[ScoredRollout, bool]:
         """A session as a step takes it, and True if it has something to train on."""
         episode = scored.episode
         ages = [self._age(transition) for transition in episode.transitions]

@@ -23,13 +23,13 @@ from agl_online.deployed import DeployedVersions
 from agl_online.experience import SessionExperience, updates_since
 from agl_online.sessions import sessions_of
 from agl_online.trials import Outcomes, decide_at_gate, judge_canary, measure_divergence
-from agl_online.versions import By, Decision, Ledger, LedgerError, State
+from agl_online.versions import DecidedBy, Decision, Ledger, LedgerError, State
 from agl_server.reading.runs import has_writer
 from agl_server.training.checkpoints import CHECKPOINTS, Checkpoints, read_state
-from agl_server.training.evaluation import Evaluated
+from agl_server.training.evaluation import Evaluation
 from agl_server.training.loop import Trainer, uninterrupted
 from agl_server.training.metrics import Advance, Observer, Summary
-from agl_server.training.rollouts import Drawn
+from agl_server.training.rollouts import StepGroups
 from agl_server.training.run import make_run_dir, train
 
 _STORE = "store.sqlite"
@@ -73,7 +73,7 @@ class Learner(Trainer):
     section: LearnSection = field(kw_only=True)
     deployed: DeployedVersions = field(kw_only=True)
     ledger: Ledger = field(kw_only=True)
-    _evaluated: dict[int, Evaluated] = field(default_factory=dict, init=False)
+    _evaluated: dict[int, Evaluation] = field(default_factory=dict, init=False)
     """Evaluations of this restart, by the version that they are of."""
     _sessions: SessionExperience = field(init=False)
     _outcomes: Outcomes = field(init=False)
@@ -87,7 +87,7 @@ class Learner(Trainer):
             self.section,
             self.loaded.config.train.agents,
             since=lambda version: updates_since(version, self.state.step, self.state.resets),
-            between=self._attend,
+            between=self._decide_canary,
         )
         super().__post_init__()
         self._plan = replace(self._plan, min_group_size=1)  # A session is the only one of its kind.
@@ -96,7 +96,7 @@ class Learner(Trainer):
     def _groups_per_step(self) -> int:
         return self.section.groups_of_tasks
 
-    async def _draw(self, step: int, advance: Advance) -> Drawn:
+    async def _draw(self, step: int, advance: Advance) -> StepGroups:
         return await self._sessions.draw(step, advance, partial(super()._draw, step, advance))
 
     async def train(self) -> None:
@@ -116,18 +116,18 @@ class Learner(Trainer):
             f"train.steps learns on."
         )
         while True:
-            await self._attend()
+            await self._decide_canary()
             await asyncio.sleep(_LOOK)
 
     async def _after_step(self) -> None:
-        await self._attend()
-        standing = self.ledger.current()
-        is_free = standing.canary is None and standing.passed is None
+        await self._decide_canary()
+        versions = self.ledger.current()
+        is_free = versions.canary is None and versions.passed is None
         if self.state.step % self.section.propose_every == 0 and is_free:
             if self.saved_step != self.state.step:
                 await uninterrupted(self.checkpoint())
             reason = f"The weights after step {self.state.step} are proposed."
-            self._decide(Decision(self.state.step, State.CANDIDATE, By.TRAINING, reason))
+            self._decide(Decision(self.state.step, State.CANDIDATE, DecidedBy.TRAINING, reason))
             await self._decide_at_gate()
 
     async def _decide_at_gate(self) -> None:
@@ -142,24 +142,24 @@ class Learner(Trainer):
         decision = decide_at_gate(step, candidate, incumbent, self.section.gate, divergence=divergence)
         self._evaluated = {step: candidate, stable: incumbent}
         self._decide(decision)
-        await self._attend()
+        await self._decide_canary()
 
-    async def _attend(self) -> None:
+    async def _decide_canary(self) -> None:
         """Decide on the canary if the sessions say so, or begin one, and follow all decisions, an operator's too."""
         await self.session.engine.versions()  # EngineError if it was lost.
-        standing = self.ledger.current()
+        versions = self.ledger.current()
         try:
-            if (canary := standing.canary) is not None:
-                assert standing.stable is not None, "the run is deployed"
-                outcomes = await self._outcomes.since(standing.decided[canary].time, standing.serving)
-                decision = judge_canary(canary, standing.stable, outcomes, self.section.canary)
+            if (canary := versions.canary) is not None:
+                assert versions.stable is not None, "the run is deployed"
+                outcomes = await self._outcomes.since(versions.decided[canary].time, versions.serving)
+                decision = judge_canary(canary, versions.stable, outcomes, self.section.canary)
                 if decision is not None:
                     self._decide(decision)
-            elif standing.passed is not None:
+            elif versions.passed is not None:
                 state, reason = State.STABLE, "It passed the gate, and there is to be no canary."
                 if share := self.section.canary.share:
                     state, reason = State.CANARY, f"It answers {share:.0%} of the sessions."
-                self._decide(Decision(standing.passed, state, By.GATE, reason))
+                self._decide(Decision(versions.passed, state, DecidedBy.GATE, reason))
         except LedgerError as error:  # An operator decided meanwhile.
             self.observer.say(str(error))
         await self._follow()
@@ -171,30 +171,30 @@ class Learner(Trainer):
         The stable version may itself come from such a one: an operator can make an earlier version stable again, and
         roll it back then.
         """
-        standing, state = self.ledger.current(), self.state
-        assert standing.stable is not None, "the run is deployed"
-        since_stable = updates_since(standing.stable, state.step, state.resets)
+        versions, state = self.ledger.current(), self.state
+        assert versions.stable is not None, "the run is deployed"
+        since_stable = updates_since(versions.stable, state.step, state.resets)
         refused = (
             step
-            for step in standing.decided
-            if standing.state(step) in (State.REJECTED, State.ROLLED_BACK)
+            for step in versions.decided
+            if versions.state(step) in (State.REJECTED, State.ROLLED_BACK)
             and (updates := updates_since(step, state.step, state.resets)) is not None
             and (since_stable is None or updates < since_stable)
         )
         latest = max(refused, default=None)
         if latest is None:
             return
-        await uninterrupted(self._load(standing.stable))
-        state.resets.append([state.step, standing.stable])
+        await uninterrupted(self._load(versions.stable))
+        state.resets.append([state.step, versions.stable])
         self.observer.say(
-            f"step {state.step}: version {latest} was given up; the weights are those of version {standing.stable}"
+            f"step {state.step}: version {latest} was given up; the weights are those of version {versions.stable}"
         )
 
     async def _load(self, version: int) -> None:
         await self.session.engine.load(self.checkpoints.path(version))
         self.session.versions.update(await self.session.engine.versions())
 
-    async def _evaluation_of(self, version: int) -> Evaluated:
+    async def _evaluation_of(self, version: int) -> Evaluation:
         """The evaluation of a version on the held-out tasks; afterwards the weights are as they were."""
         now = self.state.step
         if version == now:
@@ -207,7 +207,7 @@ class Learner(Trainer):
                 await uninterrupted(self._load(now))
         return self._evaluated[version]
 
-    async def _evaluate(self) -> Evaluated:
+    async def _evaluate(self) -> Evaluation:
         if self.state.step not in self._evaluated:
             self._evaluated[self.state.step] = await super()._evaluate()
         return self._evaluated[self.state.step]

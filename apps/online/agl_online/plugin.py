@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat
 
-from agl_core import hookimpl, kinds
+from agl_core import hookimpl
 from agl_core.decorators import reward_rule
-from agl_core.kinds import Register
+from agl_core.kinds import CONFIG_TABLE, Register
 from agl_core.protocols import RewardValue
 from agl_core.types import Episode, TransitionKey
 
@@ -20,8 +20,8 @@ def register_components(register: Register) -> None:
     """The tables of a configuration."""
     from agl_online.config import LearnSection, OnlineSection
 
-    register(kinds.SECTION, "online", lambda options: options, options=OnlineSection, doc=OnlineSection.__doc__)
-    register(kinds.SECTION, "learn", lambda options: options, options=LearnSection, doc=LearnSection.__doc__)
+    register(CONFIG_TABLE, "online", lambda options: options, options=OnlineSection, doc=OnlineSection.__doc__)
+    register(CONFIG_TABLE, "learn", lambda options: options, options=LearnSection, doc=LearnSection.__doc__)
 
 
 @reward_rule(name="feedback")

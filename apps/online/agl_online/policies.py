@@ -182,19 +182,19 @@ POLICY_KEY = "AGL_POLICY_KEY"
 """The environment variable with the key that clients of served policies need."""
 
 
-class _Clients(ActiveAttempt):
+class _UnrecordedAttempt(ActiveAttempt):
     async def keep(self, store: Store, *calls: Call) -> None:
         return
 
 
-class ServedPolicies(RolloutSource):
+class PolicyClients(RolloutSource):
     """Answers calls with `key`; without a key, calls to this machine's own names, because a web page could send
     requests by another host name that leads here.
     """
 
     def __init__(self, key: str | None) -> None:
         rollout = Rollout("served", "served", 0, "served", Task("served", None), Mode.USE, 0, 0, RolloutState.RUNNING)
-        self._clients = _Clients(rollout, Attempt("served", 0, "served", started=0.0))
+        self._attempt = _UnrecordedAttempt(rollout, Attempt("served", 0, "served", started=0.0))
         self._key = key
 
     async def attempt_of(self, request: Request) -> ActiveAttempt:
@@ -209,7 +209,7 @@ class ServedPolicies(RolloutSource):
                 f"`agl policy serve` with {POLICY_KEY} set, and send its value.",
                 code="foreign_name",
             )
-        return self._clients
+        return self._attempt
 
 
 @asynccontextmanager
@@ -247,7 +247,7 @@ async def serving(
             listen=ServerSection(host=host, port=port),
             # The host was checked; nobody has the keys of workers here.
             keys=Keys(chosen=frozenset({WORKER_KEY})),
-            source=ServedPolicies(key),
+            source=PolicyClients(key),
         )
         await stack.enter_async_context(server)
         yield server.base_url, engine

@@ -20,10 +20,10 @@ from agl_core.protocols import Engine
 from agl_core.types import DropReason, Episode, Mode, RolloutState, episode_return
 from agl_online.config import CanarySection, GateSection
 from agl_online.experience import read_ended
-from agl_online.versions import By, Decision, State
+from agl_online.versions import DecidedBy, Decision, State
 from agl_server.health.rollouts import health_metrics, mean
-from agl_server.training.evaluation import Evaluated, compare
-from agl_server.training.rollouts import Scored
+from agl_server.training.evaluation import Evaluation, compare
+from agl_server.training.rollouts import ScoredRollout
 from agl_server.training.session import Session
 
 _SOLVED = 1.0
@@ -54,7 +54,7 @@ _REASONS = 1 + len(_OF_SESSIONS)
 
 
 def decide_at_gate(
-    step: int, candidate: Evaluated, incumbent: Evaluated, settings: GateSection, *, divergence: Mapping[str, float]
+    step: int, candidate: Evaluation, incumbent: Evaluation, settings: GateSection, *, divergence: Mapping[str, float]
 ) -> Decision:
     """The decision on a candidate, by evaluations of both versions on the same tasks and `measure_divergence`."""
     figures, reasons = {**divergence}, list[str]()
@@ -105,7 +105,7 @@ def decide_at_gate(
             reasons.append(f"responses grew from {before:.0f} to {now:.0f} tokens on {where}")
     text = "; ".join(reasons or gains)
     state = State.REJECTED if reasons else State.PASSED
-    return Decision(step, state, By.GATE, f"{text[:1].upper()}{text[1:]}.", figures)
+    return Decision(step, state, DecidedBy.GATE, f"{text[:1].upper()}{text[1:]}.", figures)
 
 
 async def measure_divergence(
@@ -163,7 +163,7 @@ def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings
         figures |= {f"{arm}/{name}": mean(outcome.shares.get(name, 0.0) for outcome in own) for name in _OF_SESSIONS}
 
     def decision(state: State, reason: str) -> Decision:
-        return Decision(canary, state, By.CANARY, reason, figures)
+        return Decision(canary, state, DecidedBy.CANARY, reason, figures)
 
     for name in _OF_SESSIONS:
         limit, what = _MAX_RISES[name]
@@ -264,7 +264,7 @@ class Outcomes:
         return [outcome for outcome in outcomes if outcome is not None and outcome.version in versions]
 
 
-def outcome_of(scored: Scored) -> Outcome | None:
+def outcome_of(scored: ScoredRollout) -> Outcome | None:
     """The outcome of one session; None if no version of the run answered it, or several did."""
     episode = scored.episode
     versions = {transition.version for transition in episode.transitions}

@@ -42,7 +42,7 @@ class State(StrEnum):
     """It was served, and withdrawn as worse."""
 
 
-class By(StrEnum):
+class DecidedBy(StrEnum):
     """Who decided."""
 
     START = "start"
@@ -61,7 +61,7 @@ class Decision:
     step: int
     """The version: its checkpoint's step, 0 for the first weights."""
     state: State
-    by: By
+    by: DecidedBy
     reason: str
     """One sentence for people."""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class VersionsNow:
     """All versions, after some decisions."""
 
     decided: Mapping[int, Decision] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Standing:
         decision = self.decided.get(step)
         return None if decision is None else decision.state
 
-    def after(self, decision: Decision) -> Standing:
+    def after(self, decision: Decision) -> VersionsNow:
         """The state after one more decision."""
         step, stables = decision.step, self.stables
         others = tuple(stable for stable in stables if stable != step)
@@ -128,7 +128,7 @@ class Standing:
             stables = (*others, step)
         elif decision.state is State.ROLLED_BACK and step != self.canary:
             stables = others
-        return Standing({**self.decided, step: decision}, stables)
+        return VersionsNow({**self.decided, step: decision}, stables)
 
     def _latest(self, state: State) -> int | None:
         """The latest version on which this was the last decision."""
@@ -137,11 +137,11 @@ class Standing:
     def problem(self, decision: Decision) -> str | None:
         """Why a decision makes no sense now; None if it does. Checkpoints are not looked for."""
         step, state, now = decision.step, decision.state, self.state(decision.step)
-        if decision.by is By.START:
+        if decision.by is DecidedBy.START:
             return None if self.stable is None else f"Version {self.stable} is stable already."
         if self.stable is None:
             return "Nothing is stable yet: the run was never deployed."
-        if decision.by is By.CANARY and state is not State.CANARY and step != self.canary:
+        if decision.by is DecidedBy.CANARY and state is not State.CANARY and step != self.canary:
             return f"It is {now or 'unknown'} and not the canary any more."
         is_serving = now in (State.CANARY, State.STABLE)
         if state is State.ROLLED_BACK:
@@ -163,7 +163,7 @@ class Ledger:
 
         ledger = Ledger(run_dir)
         ledger.begin(0, "what training started from")
-        ledger.record(Decision(20, State.CANDIDATE, By.TRAINING, "a checkpoint was written"))
+        ledger.record(Decision(20, State.CANDIDATE, DecidedBy.TRAINING, "a checkpoint was written"))
         ledger.current().stable
 
     Each decision names the versions that it needs: so `NAME@stable` is found, and their checkpoints are kept.
@@ -185,7 +185,7 @@ class Ledger:
         for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
             try:
                 read: dict[str, Any] = orjson.loads(line)
-                decisions.append(Decision(**{**read, "state": State(read["state"]), "by": By(read["by"])}))
+                decisions.append(Decision(**{**read, "state": State(read["state"]), "by": DecidedBy(read["by"])}))
             except (ValueError, TypeError, LookupError) as error:
                 raise LedgerError(
                     f"Line {number} of {self.file} is no decision ({error!r}). Restore the file from a backup, or "
@@ -193,38 +193,38 @@ class Ledger:
                 ) from error
         return decisions
 
-    def current(self) -> Standing:
+    def current(self) -> VersionsNow:
         """The state of each version now."""
-        return functools.reduce(Standing.after, self.decisions(), Standing())
+        return functools.reduce(VersionsNow.after, self.decisions(), VersionsNow())
 
     def begin(self, step: int, reason: str) -> None:
         """Deploy the run with this version as its stable one; if it is deployed already, nothing changes."""
         if self.current().stable is None:
-            self.record(Decision(step, State.STABLE, By.START, reason))
+            self.record(Decision(step, State.STABLE, DecidedBy.START, reason))
 
-    def record(self, decision: Decision) -> Standing:
-        """Write a decision, durably; returns the new state. LedgerError if it makes no sense (`Standing.problem`)."""
+    def record(self, decision: Decision) -> VersionsNow:
+        """Write a decision, durably; returns the versions then. LedgerError for a `VersionsNow.problem`."""
         with open(self.file, "a+b", opener=private.opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)  # A kill left the last line incomplete.
-            standing = self.current()
-            problem = standing.problem(decision) or self._missing(standing, decision)
+            versions = self.current()
+            problem = versions.problem(decision) or self._missing(versions, decision)
             if problem is not None:
                 raise LedgerError(f"Version {decision.step} of {self.run} cannot become {decision.state}. {problem}")
-            standing = standing.after(decision)
+            versions = versions.after(decision)
             # JSON cannot say what is not finite.
             figures = {name: float(value) for name, value in decision.figures.items() if math.isfinite(value)}
-            file.write(orjson.dumps(asdict(replace(decision, figures=figures, kept=standing.kept))) + b"\n")
+            file.write(orjson.dumps(asdict(replace(decision, figures=figures, kept=versions.kept))) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-            return standing
+            return versions
 
-    def _missing(self, standing: Standing, decision: Decision) -> str | None:
+    def _missing(self, versions: VersionsNow, decision: Decision) -> str | None:
         """The error if the version that is served after a decision has no checkpoint."""
         step: int | None = decision.step
         if decision.state is State.ROLLED_BACK:
-            step = standing.previous if step == standing.stable else None
+            step = versions.previous if step == versions.stable else None
         if not step or decision.state is State.REJECTED:
             return None
         [policy, *_] = policy_names(self.run)  # A run that is deployed has one.

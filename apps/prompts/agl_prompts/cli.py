@@ -30,7 +30,7 @@ Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="A run: go on w
 
 _FILE, _PROPOSALS = "prompts.toml", "proposals.jsonl"
 """In the run's folder: the best candidate, and what the proposer answered."""
-_ANSWERED_ELSEWHERE = (kinds.TASK_SOURCE, kinds.REWARD, kinds.STORE, kinds.SECTION)
+_ANSWERED_ELSEWHERE = (kinds.TASK_SOURCE, kinds.REWARD, kinds.STORE, kinds.CONFIG_TABLE)
 """The kinds that are needed where no engine of this run answers."""
 
 

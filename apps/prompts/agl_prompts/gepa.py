@@ -28,7 +28,7 @@ _MAX_IDLE = 50
 """Rounds without a new rollout after which the search is over; where a minibatch has all rewards, one costs nothing."""
 
 
-class _Ended(BaseException):
+class _LoopEnd(BaseException):
     """Ends the package's loop, which goes on after an Exception; its cause is the reason."""
 
 
@@ -81,7 +81,7 @@ class _Rollouts(GEPAAdapter[int, Episode, Episode]):
             result: Result = waiting.result()
             return result
         except BaseException as error:
-            raise _Ended from error
+            raise _LoopEnd from error
 
 
 async def gepa(search: Search) -> None:
@@ -102,10 +102,10 @@ async def gepa(search: Search) -> None:
     running = asyncio.ensure_future(loop)
     try:
         await asyncio.shield(running)
-    except _Ended as ended:
+    except _LoopEnd as ended:
         raise ended.__cause__ or ended from None
     except asyncio.CancelledError:
         rollouts.stop()
-        with suppress(_Ended):
+        with suppress(_LoopEnd):
             await running
         raise

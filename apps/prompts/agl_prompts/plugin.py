@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agl_core import hookimpl, kinds
-from agl_core.kinds import Register
+from agl_core import hookimpl
+from agl_core.kinds import CONFIG_TABLE, Register
 
 
 @hookimpl
@@ -11,4 +11,4 @@ def register_components(register: Register) -> None:
     """The table of a configuration."""
     from agl_prompts.config import OptimizeSection
 
-    register(kinds.SECTION, "optimize", lambda options: options, options=OptimizeSection, doc=OptimizeSection.__doc__)
+    register(CONFIG_TABLE, "optimize", lambda options: options, options=OptimizeSection, doc=OptimizeSection.__doc__)

@@ -18,13 +18,13 @@ from agl_core.capture.marking import tool as tool
 from agl_core.capture.recording import Recording as Recording
 from agl_core.capture.recording import describe_error as describe_error
 from agl_core.capture.recording import jsonable as jsonable
-from agl_core.capture.reports import Latest as Latest
+from agl_core.capture.reports import BoundedDict as BoundedDict
 from agl_core.capture.reports import guarded as guarded
 from agl_core.capture.reports import prompt as prompt
 from agl_core.capture.reports import record_tool_result as record_tool_result
 from agl_core.capture.reports import report_problem as report_problem
 from agl_core.capture.reports import reward as reward
-from agl_core.capture.status import Decided as Decided
+from agl_core.capture.status import Outcome as Outcome
 from agl_core.capture.status import StatusRule as StatusRule
 from agl_core.capture.status import begins as begins
 from agl_core.capture.status import failure_status as failure_status

@@ -10,7 +10,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 from agl_core.capture import context
 from agl_core.capture.reports import guarded, record_tool_result
-from agl_core.capture.status import Decided, unknown_status
+from agl_core.capture.status import Outcome, unknown_status
 from agl_core.capture.watching import routine_of, within
 from agl_core.errors import AgentError
 from agl_core.types import Identity
@@ -93,7 +93,7 @@ class ToolRun(Run):
     ) -> None:
         super().__init__(adapter, of)
         self.result = _NOT_SET
-        self.decided: Decided | None = None
+        self.decided: Outcome | None = None
         """Its status, if the framework says more than the result."""
         self.only_failures = only_failures
         """A success is not recorded: it answers in the agent's name, or was cut off."""

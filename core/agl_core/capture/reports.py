@@ -16,7 +16,7 @@ import orjson
 
 from agl_core.capture.context import current_attempt
 from agl_core.capture.recording import Recording, describe_error, jsonable
-from agl_core.capture.status import Decided, status_of
+from agl_core.capture.status import Outcome, status_of
 from agl_core.errors import AgentError, nearest
 from agl_core.types import Identity, ToolResult
 from agl_core.wire import RewardReport
@@ -96,7 +96,7 @@ def record_tool_result(
     result: Any,
     who: Identity | None = None,
     *,
-    decided: Decided | None = None,
+    decided: Outcome | None = None,
     tool_call_id: str | None = None,
     arguments: Any = None,
     started: float | None = None,
@@ -171,10 +171,10 @@ def guarded(event: Callable[P, None]) -> Callable[P, None]:
     return handle
 
 
-class Latest(dict[K, V]):
+class BoundedDict(dict[K, V]):
     """The latest `most` entries: one more drops the oldest, for frameworks do not report the end of every run.
 
-    >>> latest = Latest(2)
+    >>> latest = BoundedDict(2)
     >>> for number in range(3):
     ...     latest[number] = "open"
     >>> list(latest)

@@ -252,14 +252,14 @@ def status_rules() -> tuple[StatusRule, ...]:
     return (*REPORTED, *brought, *WORDS)
 
 
-class Decided(NamedTuple):
+class Outcome(NamedTuple):
     """The status of a tool call, and the rule that decided it."""
 
     status: ToolStatus
     rule: str
 
 
-def decide(seen: ToolRunFacts) -> Decided:
+def decide(seen: ToolRunFacts) -> Outcome:
     """The status by the first rule that matches; some frameworks wrap results as `{"result": …}`."""
     while seen.raised is None and set(seen.fields) == {"result"}:
         inner = seen.fields["result"]
@@ -269,11 +269,11 @@ def decide(seen: ToolRunFacts) -> Decided:
         error = rule.finds(seen)
         if error is not None:
             is_timeout = rule.status is ToolStatus.ERROR and _TIMEOUT.search(error[:_HEAD])
-            return Decided(ToolStatus.TIMEOUT if is_timeout else rule.status, rule.name)
+            return Outcome(ToolStatus.TIMEOUT if is_timeout else rule.status, rule.name)
     raise AssertionError("the last rule always matches")
 
 
-def status_of(result: Any) -> Decided:
+def status_of(result: Any) -> Outcome:
     """The status of a tool call, by what it returned (a text as in `message_status`) or raised, also from a timeout.
 
     >>> [str(status_of(result).status) for result in (7, "", [], ValueError(), TimeoutError())]
@@ -286,7 +286,7 @@ def status_of(result: Any) -> Decided:
     return message_status(result) if result is None or isinstance(result, str) else decide(ToolRunFacts(value=result))
 
 
-def message_status(content: Json, status: Json = None) -> Decided:
+def message_status(content: Json, status: Json = None) -> Outcome:
     """The status of a tool, by the `tool` message that answers its call.
 
     A reported `status` decides: "error", or "success" if the tool's author, and not the framework, said so; otherwise
@@ -300,7 +300,7 @@ def message_status(content: Json, status: Json = None) -> Decided:
     return decide(ToolRunFacts(message_text(content).strip(), reported=status))
 
 
-def failure_status(error: str) -> Decided:
+def failure_status(error: str) -> Outcome:
     """The failure that an error's type or message names at its beginning.
 
     >>> str(failure_status("httpx.ReadTimeout: ").status), str(failure_status("boom").status)
@@ -309,6 +309,6 @@ def failure_status(error: str) -> Decided:
     return decide(ToolRunFacts(error, reported="error"))
 
 
-def unknown_status() -> Decided:
+def unknown_status() -> Outcome:
     """The status of a tool that did not fail, as far as is known."""
     return decide(ToolRunFacts(is_known=False))

@@ -22,7 +22,7 @@ from agl_core.plugins import Plugins
 from agl_core.types import Episode
 
 Rules = Annotated[Path, typer.Argument(metavar="RULES.py", help="Your plugin file, whose reward rules are tried.")]
-Recorded = Annotated[Path, typer.Option("--run", help="Episodes, as agl_core.save_episodes writes them.")]
+EpisodesFile = Annotated[Path, typer.Option("--run", help="Episodes, as agl_core.save_episodes writes them.")]
 
 reward = typer.Typer(help="Try rewards on what was recorded.", no_args_is_help=True)
 
@@ -33,7 +33,7 @@ def _group() -> None:
 
 
 @reward.command("try")
-def try_(rules: Rules, run: Recorded, set_: Set = [], as_json: AsJson = False) -> None:
+def try_(rules: Rules, run: EpisodesFile, set_: Set = [], as_json: AsJson = False) -> None:
     """Score recorded episodes by the reward rules of a file of yours.
 
     The file runs with your rights. --set RULE.SETTING=VALUE changes a rule's setting. A rule that fails is named, and

@@ -23,7 +23,7 @@ CONFIG_FILE = "config.toml"
 """The configuration of a run as resolved, in the run's folder."""
 STORED: tuple[Kind, ...] = (kinds.STORE,)
 """Needed to read a run's records."""
-SERVED: tuple[Kind, ...] = (kinds.STORE, kinds.SECTION)
+SERVED: tuple[Kind, ...] = (kinds.STORE, kinds.CONFIG_TABLE)
 """Needed by a server without training."""
 SCORED: tuple[Kind, ...] = (kinds.STORE, kinds.REWARD, kinds.CREDIT, kinds.ALGORITHM)
 """Needed for rewards and credit of recorded rollouts."""

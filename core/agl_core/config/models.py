@@ -235,7 +235,7 @@ _VARIABLE = re.compile(r'"\w+_env":"([^"]+)"')
 
 
 class RunConfig(Section):
-    """A whole run. Tables that are not among these belong to plugins (`agl_core.kinds.SECTION`)."""
+    """A whole run. Tables that are not among these belong to plugins (`agl_core.kinds.CONFIG_TABLE`)."""
 
     model_config = ConfigDict(serialize_by_alias=True, extra="allow")
 

@@ -228,15 +228,15 @@ class _Resolver:
         return plugins
 
     def sections(self, tables: Mapping[str, Any]) -> dict[str, ChosenComponent]:
-        known, sections = self._plugins.components(kinds.SECTION), {}
+        known, sections = self._plugins.components(kinds.CONFIG_TABLE), {}
         for name, settings in tables.items():
             self.settings[(name,)] = None
             if name not in known:
-                report = self._report(kinds.SECTION) if isinstance(settings, dict) else self._needed
+                report = self._report(kinds.CONFIG_TABLE) if isinstance(settings, dict) else self._needed
                 report.add((name,), f"there is no such key. {nearest(name, [*names_at(RunConfig, ()), *known])}")
             elif not isinstance(settings, dict):
                 self._needed.add((name,), "must be a table.")
-            elif chosen := self._chosen(kinds.SECTION, name, settings, (name,)):
+            elif chosen := self._chosen(kinds.CONFIG_TABLE, name, settings, (name,)):
                 sections[name] = chosen
         return sections
 

@@ -115,4 +115,4 @@ def register_components(register: Register) -> None:
     register(kinds.REWARD, "clashing", built, options=Clashing)
     register(kinds.REWARD, "filing", built, options=PathOptions)
     register(kinds.REWARD, "tool_counting", built, provides={Capability.TOOL_RESULTS})
-    register(kinds.SECTION, "garden", built, options=GardenSection)
+    register(kinds.CONFIG_TABLE, "garden", built, options=GardenSection)

@@ -279,7 +279,7 @@ def test_the_variables_that_no_agent_may_have_are_those_that_the_run_reads() -> 
 def test_tables_of_plugins_are_checked(loaded: Load, folder: Path) -> None:
     assert loaded({"garden": {}}).sections["garden"].options.rows == 3
     for garden, says in (
-        ({"row": 3}, "[garden] row: section 'garden'"),
+        ({"row": 3}, "[garden] row: table 'garden'"),
         ({"rows": 0}, "[garden] rows: must"),
         (3, "garden: must be a table"),
     ):
@@ -290,7 +290,7 @@ def test_tables_of_plugins_are_checked(loaded: Load, folder: Path) -> None:
     assert policies.config.model_extra == {}, "that plugin file is not imported, and its settings may be secrets"
     alone = {"config_version": 1, "plugins": [str(Path(__file__).with_name("fakes.py"))], "garden": {}}
     (folder / "train.toml").write_text(tomli_w.dumps(alone))
-    assert load(folder / "train.toml", needs=(kinds.SECTION,)).sections["garden"].options.rows == 3
+    assert load(folder / "train.toml", needs=(kinds.CONFIG_TABLE,)).sections["garden"].options.rows == 3
 
 
 CHANGED = {

@@ -22,10 +22,8 @@ def register_components(register: Register) -> None:
     register(kinds.TASK_SOURCE, "csv", tasks.csv_tasks, options=tasks.FileOptions)
     register(kinds.TASK_SOURCE, "hf", tasks.dataset_tasks, options=tasks.DatasetOptions)
     register(kinds.TASK_SOURCE, "mixture", tasks.Mixture, options=MixtureOptions)
-    recorded, demonstrations = tasks.RecordedOptions, {Capability.DEMONSTRATIONS}
-    register(
-        kinds.TASK_SOURCE, "recorded", tasks.Recorded, options=recorded, needs=recorded_needs, provides=demonstrations
-    )
+    runs, replies = tasks.RecordedOptions, {Capability.DEMONSTRATIONS}
+    register(kinds.TASK_SOURCE, "recorded", tasks.RecordedRuns, options=runs, needs=recorded_needs, provides=replies)
     wandb, mlflow = "Weights & Biases: pip install 'agl-server[wandb]'.", "MLflow: pip install 'agl-server[mlflow]'."
     register(kinds.TRACKER, "wandb", trackers.WandbTracker, doc=wandb)
     register(kinds.TRACKER, "mlflow", trackers.MlflowTracker, options=trackers.MlflowOptions, doc=mlflow)

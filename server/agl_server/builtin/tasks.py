@@ -189,7 +189,7 @@ Reader: TypeAlias = Callable[[Sequence[Rollout]], Awaitable[list[RecordedRollout
 """Reads rollouts of one run or file."""
 
 
-class Recorded:
+class RecordedRuns:
     """Rollouts that another run recorded, to train on instead of running the agent: see `RecordedTasks`.
 
     ConfigError if there is no such run, or it has none; EpisodesError names what is wrong with a file.

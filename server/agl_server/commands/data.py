@@ -22,7 +22,7 @@ from agl_server.reading.export import Format, export_run
 from agl_server.reading.importing import import_file
 from agl_server.reading.rollouts import Query
 from agl_server.reading.runs import RUNS, find_run
-from agl_server.reading.trying import Change, RolloutChange, Trial, Value, try_rewards
+from agl_server.reading.try_rewards import Change, RolloutChange, Trial, Value, try_rewards
 
 To = Annotated[Format, typer.Option("--to", help="The format; docs/data.md has what each carries.")]
 Out = Annotated[Path, typer.Option(help="What to make: a folder with parquet, else one file, for instance sft.jsonl.")]

@@ -70,7 +70,7 @@ _KEEP_ALIVE = 75
 """Seconds an idle connection is kept: longer than by clients (5 in httpx), so that none is closed under a request."""
 
 
-class Listening:
+class HttpServer:
     """Serves `app` on a socket, from `start` to `stop`."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:

@@ -40,7 +40,7 @@ class Format(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportedRollout:
     """One rollout that leaves the run."""
 
     entry: RolloutEntry
@@ -87,7 +87,7 @@ async def export_run(run: Path, to: Format, out: Path, query: Query = Query()) -
 
 async def _selected(
     store: Store, rollouts: Sequence[Rollout], query: Query, held_out: bool, left_out: Counter[str]
-) -> list[Exported]:
+) -> list[ExportedRollout]:
     """The rollouts to export; the others are counted."""
     done = [r for r in rollouts if r.state is RolloutState.DONE and r.counted_attempt is not None]
     left_out["not done"] += len(rollouts) - len(done)
@@ -102,10 +102,10 @@ async def _selected(
     matches = await matching(store, query, entries)
     left_out["not what the filters ask for"] += len(entries) - len(matches)
     reports = await reports_of(store, [entry.rollout for entry in matches])
-    return [Exported(report.entry, report.counted) for report in reports if report.counted is not None]
+    return [ExportedRollout(report.entry, report.counted) for report in reports if report.counted is not None]
 
 
-def _rows(to: Format, group: Sequence[Exported], agent: str | None) -> dict[str, list[Row]]:
+def _rows(to: Format, group: Sequence[ExportedRollout], agent: str | None) -> dict[str, list[Row]]:
     """The rows of a group's members, by table."""
     if to is Format.PARQUET:
         transitions = [row for exported in group for row in _transition_rows(exported, agent)]
@@ -117,7 +117,7 @@ def _rows(to: Format, group: Sequence[Exported], agent: str | None) -> dict[str,
     return {to.value: list(_preference_rows(group, agent))}
 
 
-def _episode(exported: Exported) -> Episode:
+def _episode(exported: ExportedRollout) -> Episode:
     """The rollout with its rewards, as `agl_core.load_episodes` gives it back."""
     report, episode = exported.report, exported.report.episode
     return replace(
@@ -149,7 +149,7 @@ def _fields(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
-def _named(exported: Exported) -> dict[str, Any]:
+def _named(exported: ExportedRollout) -> dict[str, Any]:
     rollout, attempt = exported.entry.rollout, exported.report.attempt
     return {
         **_fields(rollout),
@@ -162,7 +162,7 @@ def _named(exported: Exported) -> dict[str, Any]:
     }
 
 
-def _episode_row(exported: Exported) -> Row:
+def _episode_row(exported: ExportedRollout) -> Row:
     episode = exported.report.episode
     return {
         **_fields(exported.entry.rollout.task),
@@ -174,7 +174,7 @@ def _episode_row(exported: Exported) -> Row:
     }
 
 
-def _transition_rows(exported: Exported, agent: str | None) -> Iterator[Row]:
+def _transition_rows(exported: ExportedRollout, agent: str | None) -> Iterator[Row]:
     report, named = exported.report, _named(exported)
     for transition in report.episode.transitions:
         if agent not in (None, transition.agent):
@@ -255,13 +255,13 @@ def _cell(kind: str, value: Any) -> Any:
 # Conversations are what TRL takes: arguments of tool calls as objects, tools as JSON text.
 
 
-def _sft_rows(exported: Exported, agent: str | None) -> Iterator[Row]:
+def _sft_rows(exported: ExportedRollout, agent: str | None) -> Iterator[Row]:
     """Prompt and reply of each transition: `prompt`, `completion` and `tools`."""
     for transition in _usable(exported, agent):
         yield {**_prompt(transition), "completion": [_message(transition.response)]}
 
 
-def _preference_rows(group: Sequence[Exported], agent: str | None) -> Iterator[Row]:
+def _preference_rows(group: Sequence[ExportedRollout], agent: str | None) -> Iterator[Row]:
     """`prompt`, `tools`, `chosen` and `rejected`, for each prompt that members of a group share.
 
     A reply is worth the mean terminal reward of the rollouts that gave it. The best reply is chosen over the worst;
@@ -285,7 +285,7 @@ def _preference_rows(group: Sequence[Exported], agent: str | None) -> Iterator[R
             }
 
 
-def _usable(exported: Exported, agent: str | None) -> Iterator[Transition]:
+def _usable(exported: ExportedRollout, agent: str | None) -> Iterator[Transition]:
     """The selected transitions that have a conversation and a reply."""
     for transition in exported.report.episode.transitions:
         has_reply = transition.response.get("content") or transition.response.get("tool_calls")

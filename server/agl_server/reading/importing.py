@@ -93,7 +93,7 @@ _LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "yes": 1.0, "false": 0.0, "0": 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportSummary:
     """A run that was made of a file."""
 
     run: Path
@@ -101,7 +101,7 @@ class Imported:
     calls: int
 
 
-def import_file(file: Path, name: str, runs: Path) -> Imported:
+def import_file(file: Path, name: str, runs: Path) -> ImportSummary:
     """Make the run `runs/NAME` (`NAME-2` and so on if it is taken) of a file.
 
     EpisodesError names each bad row, and then there is no run.
@@ -109,7 +109,7 @@ def import_file(file: Path, name: str, runs: Path) -> Imported:
     return asyncio.run(_import(file, runs / check_name(name)))
 
 
-async def _import(file: Path, base: Path) -> Imported:
+async def _import(file: Path, base: Path) -> ImportSummary:
     folder = first_free(base, lambda folder: None)
     rollouts = calls = 0
     has_preferences = False
@@ -127,7 +127,7 @@ async def _import(file: Path, base: Path) -> Imported:
             await store.put(*batch)
         write_capture(folder, {"imported": str(file), PREFERENCES: has_preferences})
         begun()
-    return Imported(folder, rollouts, calls)
+    return ImportSummary(folder, rollouts, calls)
 
 
 class RecordedFile:

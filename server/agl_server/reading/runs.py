@@ -54,7 +54,7 @@ class RunEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class PruneSummary:
     """The rollouts and checkpoints that were removed from a run."""
 
     folder: Path
@@ -186,7 +186,7 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
     return RunEntry(folder, state, steps, planned, _size(folder), before, after, verdict)
 
 
-async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> Pruned:
+async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> PruneSummary:
     """Keep only the rollouts of the last steps, the last checkpoints, and the best one; free unused space.
 
     Rollouts that were opened from outside stay: those who opened them remove them. `keep_checkpoints` is None for the
@@ -204,7 +204,7 @@ async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> 
     if keep_checkpoints is None:
         keep_checkpoints = int(read_settings(folder).get("train", {}).get("keep_checkpoints", 2))
     checkpoints = Checkpoints(folder / CHECKPOINTS, keep_checkpoints).prune()
-    return Pruned(folder, removed, max(up_to, 0), checkpoints, before, _size(folder))
+    return PruneSummary(folder, removed, max(up_to, 0), checkpoints, before, _size(folder))
 
 
 def remove(folder: Path) -> None:

@@ -236,7 +236,7 @@ class HeldOutReplies:
 
 
 @dataclass(slots=True)
-class Evaluated:
+class Evaluation:
     """The outcome of an evaluation."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -266,13 +266,13 @@ class Evaluator:
     replies: Sequence[HeldOutReplies] = ()
     """The held-out sets that are recorded."""
 
-    async def evaluate(self, step: int, repeat: int = 1) -> Evaluated:
+    async def evaluate(self, step: int, repeat: int = 1) -> Evaluation:
         """Every set in every mode, each task `repeat` times where it is sampled: greedy replies are always the same.
 
         Recorded sets get the loss of their replies. The first evaluation raises an alarm if some rollouts failed, later
         ones only if all did.
         """
-        evaluated, position = Evaluated(), 0
+        evaluated, position = Evaluation(), 0
         for split in self.sets:
             for mode in self.settings.modes:
                 tries = 1 if mode is Mode.EVAL_GREEDY else repeat
@@ -301,7 +301,7 @@ class Evaluator:
         return groups
 
     async def _evaluate(
-        self, evaluated: Evaluated, step: int, split: str, mode: str, groups: list[list[Rollout]], tries: int
+        self, evaluated: Evaluation, step: int, split: str, mode: str, groups: list[list[Rollout]], tries: int
     ) -> None:
         """Run the rollouts of one set in one mode, `tries` for each task; a task without a reward counts as 0."""
         started, name = time.monotonic(), f"{split}/{mode}"
@@ -316,7 +316,7 @@ class Evaluator:
         entry = {"reward": metrics["reward/mean"], "rollouts": len(episodes), "calls": calls}
         evaluated.add(name, metrics, {"step": step, "set": split, "mode": mode, **entry}, started)
 
-    async def _measure(self, evaluated: Evaluated, step: int, replies: HeldOutReplies) -> None:
+    async def _measure(self, evaluated: Evaluation, step: int, replies: HeldOutReplies) -> None:
         started = time.monotonic()
         with self.observer.phase(f"evaluation {replies.name}", step) as advance:
             measured = await replies.measure()

@@ -27,10 +27,10 @@ from agl_server.health.rollouts import (
 from agl_server.health.table import Alarm
 from agl_server.health.verdict import check_patience, check_serving
 from agl_server.training.checkpoints import Checkpoints, RunState
-from agl_server.training.evaluation import Evaluated
+from agl_server.training.evaluation import Evaluation
 from agl_server.training.metrics import Advance, MetricsLog, Observer, evaluation_line, step_line
 from agl_server.training.recorded import RecordedGroups
-from agl_server.training.rollouts import Drawn, Experience, TrainingPlan
+from agl_server.training.rollouts import Experience, StepGroups, TrainingPlan
 from agl_server.training.session import Session
 
 Result = TypeVar("Result")
@@ -60,7 +60,7 @@ class Trainer:
     state: RunState = field(default_factory=RunState)
     watch: Watch = field(default_factory=Watch)
     saved_step: int = field(init=False)
-    _latest: Drawn = field(default_factory=lambda: Drawn([]), init=False)
+    _latest: StepGroups = field(default_factory=lambda: StepGroups([]), init=False)
     _hook_failures: int = field(default=0, init=False)
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
@@ -145,11 +145,11 @@ class Trainer:
         """The groups of rollouts of `[tasks.train]` that a step draws."""
         return self.loaded.config.train.groups_per_step
 
-    async def _draw(self, step: int, advance: Advance) -> Drawn:
+    async def _draw(self, step: int, advance: Advance) -> StepGroups:
         """The groups of a step; waits until there are enough."""
         return await self._experience.draw(self.loaded.config.train.steps - self.state.step, advance)
 
-    async def _learn(self, step: int, drawn: Drawn, started: float, before: Mapping[str, float]) -> None:
+    async def _learn(self, step: int, drawn: StepGroups, started: float, before: Mapping[str, float]) -> None:
         """Credit, update, record, and tell. `before` are the engine's counters when the step `started`."""
         settings, versions, state = self.loaded.config.train, self.session.versions, self.state
         ages = staleness_metrics(drawn.episodes, versions)
@@ -221,7 +221,7 @@ class Trainer:
 
     def _metrics(
         self,
-        drawn: Drawn,
+        drawn: StepGroups,
         batches: StepBatches,
         results: Mapping[str, UpdateResult],
         records: Sequence[TrainingRecord],
@@ -257,7 +257,7 @@ class Trainer:
         """The engine's counters since it started: tokens prefilled, reused and decoded, memory."""
         return await self.session.stall.watched(self.session.engine.stats(), "which counts")
 
-    async def _evaluate(self) -> Evaluated:
+    async def _evaluate(self) -> Evaluation:
         """Evaluate the weights as they are on every held-out set."""
         step = self.state.step
         evaluated = await self.session.evaluator.evaluate(step)

@@ -23,8 +23,8 @@ from agl_core.types import Call, Episode, RecordedRollout, Rollout, RolloutState
 from agl_server.training.metrics import Advance
 from agl_server.training.rollouts import (
     Collector,
-    Drawn,
-    Scored,
+    ScoredRollout,
+    StepGroups,
     TrainingPlan,
     warn_of_failed_rules,
     without_contrast,
@@ -140,9 +140,9 @@ class RecordedGroups:
         self._terminal: dict[str, float | None] = {}
         """The recorded rewards of the rollouts that are being scored."""
 
-    async def draw(self, updates_left: int, advance: Advance) -> Drawn:
+    async def draw(self, updates_left: int, advance: Advance) -> StepGroups:
         """The groups of the next update; see `Experience.draw`."""
-        missing, refill, groups = self._plan.groups_per_step, self._refill, list[list[Scored]]()
+        missing, refill, groups = self._plan.groups_per_step, self._refill, list[list[ScoredRollout]]()
         while missing:
             planned = [self._plan.group(position) for position in range(self.begun, self.begun + missing)]
             self.begun += missing
@@ -155,7 +155,7 @@ class RecordedGroups:
                     missing -= 1
         drawn = [scored for group in groups for scored in group]
         warn_of_failed_rules(drawn)
-        return Drawn(
+        return StepGroups(
             groups=[[scored.episode for scored in group] for group in groups],
             rollouts=[scored.rollout for scored in drawn],
             metrics={"groups/replaced": float(self._refill - refill)},
@@ -164,7 +164,7 @@ class RecordedGroups:
     async def cancel(self) -> None:
         """Nothing: none of them runs."""
 
-    async def _scored(self, planned: Sequence[Sequence[Rollout]]) -> list[list[Scored]]:
+    async def _scored(self, planned: Sequence[Sequence[Rollout]]) -> list[list[ScoredRollout]]:
         """Groups of this run in the place of the planned ones: recorded in its store, and scored."""
         source, seed = self._recordings.source, self._plan.seed
         rollouts = [rollout for group in planned for rollout in group]

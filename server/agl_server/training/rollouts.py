@@ -49,7 +49,7 @@ from agl_server.training.metrics import Advance
 if TYPE_CHECKING:  # A run is read where no server is installed, too.
     from agl_server.queue.rollouts import RolloutQueue
 
-Recorded = TypeVar("Recorded", Call, ToolResult, Reward, TrainingRecord, Annotation)
+AttemptRecord = TypeVar("AttemptRecord", Call, ToolResult, Reward, TrainingRecord, Annotation)
 logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL = 2.0
@@ -71,9 +71,9 @@ async def read_attempts(
     }
 
 
-def by_attempt(records: Iterable[Recorded]) -> defaultdict[AttemptKey, list[Recorded]]:
+def by_attempt(records: Iterable[AttemptRecord]) -> defaultdict[AttemptKey, list[AttemptRecord]]:
     """Records by their attempt, in their order."""
-    grouped = defaultdict[AttemptKey, list[Recorded]](list)
+    grouped = defaultdict[AttemptKey, list[AttemptRecord]](list)
     for record in records:
         grouped[AttemptKey(record.rollout, record.attempt)].append(record)
     return grouped
@@ -117,7 +117,7 @@ def scoring_rules(loaded: LoadedConfig) -> list[ScoringRule]:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredRollout:
     """A rollout that is done, with its scored episode."""
 
     rollout: Rollout
@@ -159,29 +159,29 @@ class Collector:
         warn_of_failed_rules(complete)
         return [done.episode for done in complete]
 
-    async def finished(self, ids: Collection[str]) -> list[Scored]:
+    async def finished(self, ids: Collection[str]) -> list[ScoredRollout]:
         """Wait until one of `ids` is done, and score those that are. Several callers may wait, each for its own."""
         return await self.scored(await self.stall.watched(self._done(ids)))
 
-    async def scored(self, rollouts: Sequence[Rollout]) -> list[Scored]:
+    async def scored(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
         """`judged` for rollouts that are done: their episodes are read from the store."""
         episodes = await recorded_episodes(self.store, rollouts, self.hook)
         stalled = await self.stall.kept_waiting(rollouts)
         episodes = [replace(e, dropped=DropReason.STALLED) if e.rollout in stalled else e for e in episodes]
         return await self.judged(rollouts, episodes)
 
-    async def judged(self, rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> list[Scored]:
+    async def judged(self, rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> list[ScoredRollout]:
         """Rollouts with their episodes as the rules score them; the rewards are recorded."""
         scored = await score_all(episodes, self.rules, self.endings)
         await self.store.put(*(reward for episode, _ in scored for reward in _rewards_of_rules(episode)))
-        return [Scored(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
+        return [ScoredRollout(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
 
-    async def complete(self, rollouts: Sequence[Scored]) -> list[Scored]:
+    async def complete(self, rollouts: Sequence[ScoredRollout]) -> list[ScoredRollout]:
         """The rollouts of complete groups, with the rewards of the rules that compare those of a group."""
         scored = await score_groups([(done.episode, done.reward_errors) for done in rollouts], self.rules, self.endings)
         known = {reward for done in rollouts for reward in _rewards_of_rules(done.episode)}
         await self.store.put(*(r for episode, _ in scored for r in _rewards_of_rules(episode) if r not in known))
-        return [Scored(done.rollout, *outcome) for done, outcome in zip(rollouts, scored, strict=True)]
+        return [ScoredRollout(done.rollout, *outcome) for done, outcome in zip(rollouts, scored, strict=True)]
 
     async def _done(self, ids: Collection[str]) -> list[Rollout]:
         """Wait for the queue, and see meanwhile whether the run is well."""
@@ -198,12 +198,12 @@ class Collector:
             answer.cancel()
 
 
-def without_contrast(group: Sequence[Scored]) -> list[Scored]:
+def without_contrast(group: Sequence[ScoredRollout]) -> list[ScoredRollout]:
     """The group, dropped because its rollouts are all alike."""
     return [replace(s, episode=replace(s.episode, dropped=s.episode.dropped or DropReason.NO_CONTRAST)) for s in group]
 
 
-def warn_of_failed_rules(rollouts: Sequence[Scored]) -> None:
+def warn_of_failed_rules(rollouts: Sequence[ScoredRollout]) -> None:
     """Warn if reward rules failed, naming rule, rollout and reason; PluginError if they failed on every rollout."""
     errors = [error for scored in rollouts for error in scored.reward_errors]
     if not errors:
@@ -230,7 +230,7 @@ def _rewards_of_rules(episode: Episode) -> list[Reward]:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class StepGroups:
     """The groups of one update."""
 
     groups: list[list[Episode]]
@@ -300,11 +300,11 @@ class Experience:
         self._has_contrast, self._refill = has_contrast, refill
         self.begun, self._again = begun, sorted(unfinished)
         self._position: dict[str, int] = {}
-        self._running: dict[str, dict[str, Scored | None]] = {}
+        self._running: dict[str, dict[str, ScoredRollout | None]] = {}
         """By group: its rollouts in the order of the members, each with its scored episode once it is done."""
-        self._complete: dict[str, list[Scored]] = {}
+        self._complete: dict[str, list[ScoredRollout]] = {}
         """By group, in the order of their completion: those that no update has had yet."""
-        self._replaced: dict[str, list[Scored]] = {}
+        self._replaced: dict[str, list[ScoredRollout]] = {}
         """By group: those that the next update has others for."""
 
     @property
@@ -312,7 +312,7 @@ class Experience:
         """The positions of the groups that were begun and that no update has had."""
         return sorted([*self._again, *(self._position[name] for name in self._under_way)])
 
-    async def draw(self, updates_left: int, advance: Advance) -> Drawn:
+    async def draw(self, updates_left: int, advance: Advance) -> StepGroups:
         """The groups of the next update, in the order of their plan; waits until enough are complete.
 
         No more groups are begun than `updates_left` (this one included) can use.
@@ -371,14 +371,14 @@ class Experience:
             self._complete[name] = complete
         return [scored.episode for scored in finished]
 
-    def _drawn(self, before: set[str]) -> Drawn:
+    def _drawn(self, before: set[str]) -> StepGroups:
         replaced, self._replaced = self._replaced, {}
         first = {name: self._complete.pop(name) for name in [*self._complete][: self._per_update]}
         by_name = first | replaced
         groups = [by_name[name] for name in sorted(by_name, key=self._position.__getitem__)]
         drawn = [scored for group in groups for scored in group]
         warn_of_failed_rules(drawn)
-        return Drawn(
+        return StepGroups(
             groups=[[scored.episode for scored in group] for group in groups],
             rollouts=[scored.rollout for scored in drawn],
             metrics={

@@ -27,7 +27,7 @@ from agl_server.health.verdict import METRICS_FILE, read_metrics
 from agl_server.http.keys import Keys
 from agl_server.server import LightningServer
 from agl_server.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, check_changes, read_state
-from agl_server.training.evaluation import Evaluated
+from agl_server.training.evaluation import Evaluation
 from agl_server.training.loop import Trainer, uninterrupted
 from agl_server.training.metrics import SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_server.training.session import Session, first_look, open_session
@@ -140,7 +140,7 @@ async def train(
 
 async def evaluate(
     loaded: LoadedConfig, run_dir: Path, checkpoint: Path | None, observer: Observer, *, repeat: int = 1
-) -> Evaluated:
+) -> Evaluation:
     """Evaluate a checkpoint (None: the initial weights) on every held-out set, sampled tasks `repeat` times.
 
     The numbers are also a line of the run's metrics.jsonl. The records of later steps stay as they are: an evaluation

@@ -28,10 +28,10 @@ from agl_core.types import (
 )
 from agl_server.health.table import Alarm
 from agl_server.training.checkpoints import Checkpoints, RunState
-from agl_server.training.evaluation import Evaluated
+from agl_server.training.evaluation import Evaluation
 from agl_server.training.loop import Trainer
 from agl_server.training.metrics import MetricsLog, Observer
-from agl_server.training.rollouts import Scored
+from agl_server.training.rollouts import ScoredRollout
 
 
 class Numbers:
@@ -95,10 +95,10 @@ class ScriptedCollector:
             self.out[rollout.id] = rollout, self.versions["default"]
         self.most_groups = max(self.most_groups, len({rollout.group for rollout, _ in self.out.values()}))
 
-    async def complete(self, rollouts: Sequence[Scored]) -> list[Scored]:
+    async def complete(self, rollouts: Sequence[ScoredRollout]) -> list[ScoredRollout]:
         return list(rollouts)
 
-    async def finished(self, ids: Collection[str]) -> list[Scored]:
+    async def finished(self, ids: Collection[str]) -> list[ScoredRollout]:
         ready = [rollout for rollout, _ in self.out.values() if rollout.id in ids and not self.held(rollout)]
         if not ready:
             raise StuckError
@@ -119,7 +119,7 @@ class ScriptedCollector:
             outcome = replace(outcome, rewards=(Reward(rollout.id, 0, "right", self.reward(rollout), "right"),))
         if self.reports:
             outcome = replace(outcome, rewards=(*outcome.rewards, Reward(rollout.id, 0, "own", 1.0, "agent")))
-        return [Scored(rollout, outcome, [])]
+        return [ScoredRollout(rollout, outcome, [])]
 
     async def cancel(self, ids: Collection[str]) -> None:
         self.cancelled |= set(ids)
@@ -142,8 +142,8 @@ class Log:
 
 
 class NoEvaluation:
-    async def evaluate(self, step: int) -> Evaluated:
-        return Evaluated()
+    async def evaluate(self, step: int) -> Evaluation:
+        return Evaluation()
 
 
 @dataclass

@@ -21,7 +21,7 @@ from agl_core.config.models import StopSection
 from agl_core.errors import CheckpointError, StoreError
 from agl_core.types import Batch, TrainingRecord
 from agl_server.training.checkpoints import Checkpoints, RunState, model_links, read_state
-from agl_server.training.evaluation import Evaluated
+from agl_server.training.evaluation import Evaluation
 from agl_server.training.run import local_server
 from agl_server.training.session import begin_restart
 
@@ -41,9 +41,9 @@ def journal(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(part, name, note)
 
-    async def evaluate(step: int) -> Evaluated:
+    async def evaluate(step: int) -> Evaluation:
         events.append("evaluate")
-        return Evaluated([{"step": step, "set": "eval", "mode": "greedy", "reward": step / 4, "seconds": 0.25}])
+        return Evaluation([{"step": step, "set": "eval", "mode": "greedy", "reward": step / 4, "seconds": 0.25}])
 
     async def record(*records: Any) -> None:
         events.append(f"record, as version {bench.trainer.session.versions['default']} is served")
@@ -167,8 +167,8 @@ async def test_the_best_evaluation_so_far_has_a_checkpoint_and_a_plateau_ends_tr
     bench = make_bench(tmp_path, steps=9, checkpoint_every=100, eval_every=1, stop={"patience": 3})
     rewards = (0.5, 0.4, 0.6, 0.5, 0.6, 0.6, 0.9, 1.0, 1.0, 1.0)
 
-    async def evaluate(step: int) -> Evaluated:
-        return Evaluated([{"step": step, "set": "eval", "mode": "greedy", "reward": rewards[step], "seconds": 0.25}])
+    async def evaluate(step: int) -> Evaluation:
+        return Evaluation([{"step": step, "set": "eval", "mode": "greedy", "reward": rewards[step], "seconds": 0.25}])
 
     monkeypatch.setattr(bench.trainer.session.evaluator, "evaluate", evaluate)
     await bench.trainer.train()

@@ -35,7 +35,7 @@ from agl_core.types import (
     Run,
     Sampling,
 )
-from agl_server.builtin.tasks import Recorded, RecordedOptions
+from agl_server.builtin.tasks import RecordedOptions, RecordedRuns
 from agl_server.training.evaluation import HeldOutReplies
 from agl_server.training.recorded import RecordedGroups, Recordings
 from agl_server.training.rollouts import Collector, TrainingPlan
@@ -129,7 +129,7 @@ class Taken:
     def __init__(
         self, folder: Path, engine: Any = None, chosen: RunConfig | None = None, refill: int = 0, **options: Any
     ) -> None:
-        source = Recorded(RecordedOptions(run=folder, **options), Path(), 0)
+        source = RecordedRuns(RecordedOptions(run=folder, **options), Path(), 0)
         self.store, self.without_logprobs = MemoryStore(), source.without_logprobs
         loaded = loaded_of(chosen or config(train={"refill": refill}), engine or Tokenizing())
         hook: Any = type("Hook", (), {"episode_built": staticmethod(lambda episode: episode)})
@@ -235,11 +235,11 @@ def test_the_ids_of_another_model_are_refused_or_made_anew(tmp_path: Path) -> No
 
 def test_a_run_that_trained_leaves_its_evaluations_out(tmp_path: Path) -> None:
     record_run(tmp_path / "old", mode=Mode.EVAL_GREEDY, split="eval", members=1)
-    evaluations = Recorded(RecordedOptions(run=tmp_path / "old"), Path(), 0)
+    evaluations = RecordedRuns(RecordedOptions(run=tmp_path / "old"), Path(), 0)
     record_run(tmp_path / "old")
 
-    source = Recorded(RecordedOptions(run=Path("old")), tmp_path, 0)
-    of_split = Recorded(RecordedOptions(run=Path("old"), split="eval"), tmp_path, 0)
+    source = RecordedRuns(RecordedOptions(run=Path("old")), tmp_path, 0)
+    of_split = RecordedRuns(RecordedOptions(run=Path("old"), split="eval"), tmp_path, 0)
 
     assert (evaluations.size, evaluations.members(0)) == (1, 1)
     assert (source.size, source.members(0), source.task(0).split) == (1, 2, "train")
@@ -269,7 +269,7 @@ class Scoring(Tokenizing):
 
 async def measured(folder: Path, **train: Any) -> dict[str, float]:
     """The scores of a recorded held-out set."""
-    source, engine = Recorded(RecordedOptions(run=folder), Path(), 0), Scoring()
+    source, engine = RecordedRuns(RecordedOptions(run=folder), Path(), 0), Scoring()
     loaded = loaded_of(config(train={"agents": ["*"], **train}), engine)
     recordings = Recordings(source, loaded, engine, imitated=True)
     return await HeldOutReplies("eval", recordings, 2000).measure()
@@ -289,7 +289,7 @@ def test_of_held_out_replies_the_loss_and_the_accuracy_are_measured(tmp_path: Pa
 
 def test_what_is_imitated_has_no_log_probabilities_and_the_temperature_of_this_run(tmp_path: Path) -> None:
     record_run(tmp_path / "old", members=1)
-    source = Recorded(RecordedOptions(run=tmp_path / "old"), Path(), 0)
+    source = RecordedRuns(RecordedOptions(run=tmp_path / "old"), Path(), 0)
     engine = Tokenizing([9, 9])
     recordings = Recordings(source, loaded_of(config(sampling={"temperature": 0.5}), engine), engine, imitated=True)
 
@@ -307,7 +307,7 @@ def test_several_runs_and_files_are_one_source(tmp_path: Path) -> None:
     talk = [{**USER, "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
     (tmp_path / "second.jsonl").write_text(json.dumps({"messages": talk, "reward": 0.5}))
 
-    source = Recorded(RecordedOptions(run=(tmp_path / "first", Path("second.jsonl"))), tmp_path, 0)
+    source = RecordedRuns(RecordedOptions(run=(tmp_path / "first", Path("second.jsonl"))), tmp_path, 0)
 
     assert [source.members(index) for index in range(source.size)] == [2, 1]
     [[last], [_, first], [again]] = asyncio.run(source.groups([1, 0, 1]))
@@ -316,16 +316,16 @@ def test_several_runs_and_files_are_one_source(tmp_path: Path) -> None:
     assert first.rollout.member == 1
     (tmp_path / "second.jsonl").write_text("[]")
     with pytest.raises(EpisodesError, match=r"second.jsonl has no row"):
-        Recorded(RecordedOptions(run=Path("second.jsonl")), tmp_path, 0)
+        RecordedRuns(RecordedOptions(run=Path("second.jsonl")), tmp_path, 0)
 
 
 def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere is neither a run's folder .* nor a file"):
-        Recorded(RecordedOptions(run=Path("nowhere")), tmp_path, 0)
+        RecordedRuns(RecordedOptions(run=Path("nowhere")), tmp_path, 0)
     record_run(tmp_path / "old", members=1)
     with pytest.raises(ConfigError, match="has no rollout of the split 'test' that is done"):
-        Recorded(RecordedOptions(run=tmp_path / "old", split="test"), tmp_path, 0)
-    source = Recorded(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
+        RecordedRuns(RecordedOptions(run=tmp_path / "old", split="test"), tmp_path, 0)
+    source = RecordedRuns(RecordedOptions(run=tmp_path / "old"), tmp_path, 0)
     with pytest.raises(ConfigError, match=r"no recorded task has 2 rollouts .*train.group_size = 1"):
         check_agent(config(), {"train": source})
     check_agent(config(), {"train": source}, imitates=True)

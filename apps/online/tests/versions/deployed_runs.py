@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agl_online.versions import By, Decision, Ledger, Standing, State
+from agl_online.versions import DecidedBy, Decision, Ledger, State, VersionsNow
 
 from ..policies.saved_runs import make_run
 
@@ -22,24 +22,24 @@ def make_deployed(folder: Path, *steps: int, **fields: Any) -> Ledger:
 
 
 def decide(
-    ledger: Ledger, step: int, state: State, by: By = By.GATE, figures: Mapping[str, float] | None = None
-) -> Standing:
+    ledger: Ledger, step: int, state: State, by: DecidedBy = DecidedBy.GATE, figures: Mapping[str, float] | None = None
+) -> VersionsNow:
     return ledger.record(Decision(step, state, by, f"{state} now.", figures or {}))
 
 
-def make_passed(ledger: Ledger, step: int) -> Standing:
+def make_passed(ledger: Ledger, step: int) -> VersionsNow:
     """Through the gate."""
-    decide(ledger, step, State.CANDIDATE, By.TRAINING)
+    decide(ledger, step, State.CANDIDATE, DecidedBy.TRAINING)
     return decide(ledger, step, State.PASSED)
 
 
-def make_canary(ledger: Ledger, step: int) -> Standing:
+def make_canary(ledger: Ledger, step: int) -> VersionsNow:
     """Through the gate, and then to a share of the sessions."""
     make_passed(ledger, step)
-    return decide(ledger, step, State.CANARY, By.CANARY)
+    return decide(ledger, step, State.CANARY, DecidedBy.CANARY)
 
 
-def make_stable(ledger: Ledger, step: int) -> Standing:
+def make_stable(ledger: Ledger, step: int) -> VersionsNow:
     """The whole way."""
     make_canary(ledger, step)
-    return decide(ledger, step, State.STABLE, By.CANARY)
+    return decide(ledger, step, State.STABLE, DecidedBy.CANARY)

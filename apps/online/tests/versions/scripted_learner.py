@@ -28,9 +28,9 @@ from agl_online.plugin import users_said
 from agl_online.versions import Ledger
 from agl_server.store.sqlite import SqliteStore
 from agl_server.training.checkpoints import Checkpoints, RunState, read_state
-from agl_server.training.evaluation import Evaluated, TaskScore
+from agl_server.training.evaluation import Evaluation, TaskScore
 from agl_server.training.metrics import Observer
-from agl_server.training.rollouts import Collector, Drawn
+from agl_server.training.rollouts import Collector, StepGroups
 
 NOTHING: Mapping[Ending, float | str] = {Ending.LOST: "drop", Ending.NO_CALL: "drop"}
 
@@ -93,8 +93,8 @@ class Sessions:
             between=between or self._once(),
         )
 
-    async def _no_tasks(self) -> Drawn:
-        return Drawn([])
+    async def _no_tasks(self) -> StepGroups:
+        return StepGroups([])
 
     def _once(self) -> Callable[[], Awaitable[None]]:
         looks = 0
@@ -107,12 +107,12 @@ class Sessions:
 
         return between
 
-    async def take(self, source: SessionExperience | None = None) -> Drawn:
+    async def take(self, source: SessionExperience | None = None) -> StepGroups:
         """The sessions of the next step, which is made with them."""
         with Observer().phase("rollouts", self.step + 1) as phase:
             return await (source or self.source()).draw(self.step + 1, phase, self._no_tasks)
 
-    async def train(self, taken: Drawn) -> list[str]:
+    async def train(self, taken: StepGroups) -> list[str]:
         """The step is made and recorded; its rollouts."""
         self.step += 1
         self.engine_version += 1
@@ -200,13 +200,13 @@ class World:
             happy = (self.ended // len(serving)) % 10 < 10 * self.live(version)
             await self.sessions.end(version=version, thumbs=float(happy))
 
-    async def evaluate(self, step: int) -> Evaluated:
+    async def evaluate(self, step: int) -> Evaluation:
         reward = self.tested(self.engine.made_by)
         scores = [TaskScore("eval", "greedy", f"t{n}", (reward,)) for n in range(TASKS)]
         ids, logprobs = np.array([1, 2, 3], dtype=np.int32), np.full(3, -0.5)
         reply = make.transition(prompt_ids=ids, response_ids=ids, logprobs=logprobs)
         replies = {"eval/sampled": [make.episode(reply, mode=Mode.EVAL_SAMPLED)]}
-        return Evaluated(metrics={"eval/greedy/reward/mean": reward}, scores=scores, episodes=replies)
+        return Evaluation(metrics={"eval/greedy/reward/mean": reward}, scores=scores, episodes=replies)
 
     async def train(self, steps: int) -> None:
         """Start a learner, which goes on from the last checkpoint, and have it train to this step."""

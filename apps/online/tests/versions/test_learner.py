@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from agl_core.types import Call, DropReason, Ending, Sampling
-from agl_online.versions import By, Decision, State
+from agl_online.versions import DecidedBy, Decision, State
 from agl_server.testing import until
-from agl_server.training.rollouts import Drawn
+from agl_server.training.rollouts import StepGroups
 
 from .scripted_learner import KilledError, WaitsError, World, sessions, world
 
@@ -103,7 +103,7 @@ async def test_an_operator_who_rolls_back_is_followed(tmp_path: Path) -> None:
     async with world(tmp_path, learn={"canary": {"share": 0.0}}) as w:
         await w.train(5)
         assert w.ledger.current().stable == 4
-        w.ledger.record(Decision(4, State.ROLLED_BACK, By.OPERATOR, "by hand"))
+        w.ledger.record(Decision(4, State.ROLLED_BACK, DecidedBy.OPERATOR, "by hand"))
         await w.train(7)
         assert w.ledger.current().stable == 0
         assert w.engine.made_by == [6, 7]
@@ -114,14 +114,14 @@ async def test_the_weights_stay_if_the_stable_version_comes_from_one_that_was_gi
         await w.train(9)
         assert w.ledger.current().stable == 8
         for step, state in ((4, State.STABLE), (4, State.ROLLED_BACK)):
-            w.ledger.record(Decision(step, state, By.OPERATOR, "by hand"))
+            w.ledger.record(Decision(step, state, DecidedBy.OPERATOR, "by hand"))
         assert w.ledger.current().stable == 8
         await w.train(11)
         assert w.learner.state.resets == []
         assert w.engine.made_by == list(range(1, 12))
 
 
-def reasons(taken: Drawn) -> dict[str, str | None]:
+def reasons(taken: StepGroups) -> dict[str, str | None]:
     return {episode.rollout: episode.dropped for episode in taken.episodes}
 
 

@@ -12,28 +12,28 @@ import pytest
 
 from agl_online.config import CanarySection, GateSection
 from agl_online.trials import Outcome, decide_at_gate, judge_canary, lower_bound
-from agl_online.versions import By, Decision, State
-from agl_server.training.evaluation import Evaluated, TaskScore
+from agl_online.versions import DecidedBy, Decision, State
+from agl_server.training.evaluation import Evaluation, TaskScore
 
 SAME = np.random.default_rng(0).random(100) < 0.6
 NEAR = {"eval/sampled/kl": 0.02}
 
 
-def evaluated(rewards: Any, mode: str = "greedy", **shares: float) -> Evaluated:
+def evaluated(rewards: Any, mode: str = "greedy", **shares: float) -> Evaluation:
     scores = [TaskScore("eval", mode, f"task-{number}", (float(reward),)) for number, reward in enumerate(rewards)]
     metrics = {"reward/mean": float(np.mean(rewards)), "length/response": 20.0, **shares}
-    return Evaluated(metrics={f"eval/{mode}/{key}": value for key, value in metrics.items()}, scores=scores)
+    return Evaluation(metrics={f"eval/{mode}/{key}": value for key, value in metrics.items()}, scores=scores)
 
 
 def decision(
-    candidate: Evaluated,
-    incumbent: Evaluated,
+    candidate: Evaluation,
+    incumbent: Evaluation,
     divergence: Mapping[str, float] = NEAR,
     **limits: float,
 ) -> Decision:
     settings = GateSection(**limits)
     result = decide_at_gate(20, candidate, incumbent, settings, divergence=divergence)
-    assert (result.step, result.by) == (20, By.GATE)
+    assert (result.step, result.by) == (20, DecidedBy.GATE)
     return result
 
 

@@ -24,7 +24,7 @@ from agl_core.testing.upstream import ScriptedUpstream
 from agl_online.cli import versions
 from agl_online.deployed import DeployedVersions
 from agl_online.policies import Version
-from agl_online.versions import By, Ledger, LedgerError, State
+from agl_online.versions import DecidedBy, Ledger, LedgerError, State
 from agl_server.training.checkpoints import CHECKPOINTS, VERSIONS_FILE, Checkpoints, RunState
 
 from ..policies.saved_runs import LoadingEngine, make_run
@@ -56,15 +56,15 @@ def test_a_version_goes_from_candidate_to_stable_and_the_one_before_retires(ledg
     assert states(ledger) == {0: State.STABLE, 10: State.CANARY}
     assert ledger.current().serving == [0, 10]
 
-    decide(ledger, 10, State.STABLE, By.CANARY, {"canary/reward": 0.5, "nothing": float("nan")})
-    decide(ledger, 20, State.CANDIDATE, By.TRAINING)
+    decide(ledger, 10, State.STABLE, DecidedBy.CANARY, {"canary/reward": 0.5, "nothing": float("nan")})
+    decide(ledger, 20, State.CANDIDATE, DecidedBy.TRAINING)
     decide(ledger, 20, State.REJECTED)
 
     assert states(ledger) == {0: State.RETIRED, 10: State.STABLE, 20: State.REJECTED}
     decisions = Ledger(ledger.run).decisions()
     assert [(decision.step, decision.state, decision.by) for decision in decisions[:2]] == [
-        (0, State.STABLE, By.START),
-        (10, State.CANDIDATE, By.TRAINING),
+        (0, State.STABLE, DecidedBy.START),
+        (10, State.CANDIDATE, DecidedBy.TRAINING),
     ]
     assert decisions[4].figures == {"canary/reward": 0.5}, "what is no number is left out"
     assert Version.find("calc@stable").step == 10
@@ -88,28 +88,28 @@ def test_an_operator_promotes_rolls_back_and_sees_why(ledger: Ledger) -> None:
     assert "calc@10 is rolled back" in agl("rollback", "calc@10")
     assert Version.find("calc@stable").checkpoint is None
     assert states(ledger) == {0: State.STABLE, 10: State.ROLLED_BACK, 20: State.ROLLED_BACK}
-    assert decide(ledger, 20, State.STABLE, By.OPERATOR).stable == 20, "an operator may take it back"
+    assert decide(ledger, 20, State.STABLE, DecidedBy.OPERATOR).stable == 20, "an operator may take it back"
 
 
 @pytest.mark.parametrize(
     ("step", "state", "by", "says"),
     [
-        (40, State.CANDIDATE, By.TRAINING, "There is no checkpoint of step 40"),
-        (20, State.CANARY, By.CANARY, "The gate did not pass it"),
-        (20, State.STABLE, By.OPERATOR, "The gate did not pass it"),
-        (30, State.STABLE, By.CANARY, "It is passed and not the canary any more"),
-        (30, State.CANARY, By.CANARY, "Version 10 is the canary; there is one at a time"),
-        (10, State.CANDIDATE, By.TRAINING, "It is canary now, and answers sessions"),
-        (0, State.STABLE, By.OPERATOR, "It is stable already"),
-        (0, State.STABLE, By.START, "Version 0 is stable already"),
-        (0, State.ROLLED_BACK, By.CANARY, "It is stable and not the canary any more"),
-        (0, State.ROLLED_BACK, By.OPERATOR, "nothing to roll back to"),
-        (30, State.ROLLED_BACK, By.OPERATOR, "It is passed, and answers no sessions"),
-        (20, State.ROLLED_BACK, By.OPERATOR, "It is unknown, and answers no sessions"),
+        (40, State.CANDIDATE, DecidedBy.TRAINING, "There is no checkpoint of step 40"),
+        (20, State.CANARY, DecidedBy.CANARY, "The gate did not pass it"),
+        (20, State.STABLE, DecidedBy.OPERATOR, "The gate did not pass it"),
+        (30, State.STABLE, DecidedBy.CANARY, "It is passed and not the canary any more"),
+        (30, State.CANARY, DecidedBy.CANARY, "Version 10 is the canary; there is one at a time"),
+        (10, State.CANDIDATE, DecidedBy.TRAINING, "It is canary now, and answers sessions"),
+        (0, State.STABLE, DecidedBy.OPERATOR, "It is stable already"),
+        (0, State.STABLE, DecidedBy.START, "Version 0 is stable already"),
+        (0, State.ROLLED_BACK, DecidedBy.CANARY, "It is stable and not the canary any more"),
+        (0, State.ROLLED_BACK, DecidedBy.OPERATOR, "nothing to roll back to"),
+        (30, State.ROLLED_BACK, DecidedBy.OPERATOR, "It is passed, and answers no sessions"),
+        (20, State.ROLLED_BACK, DecidedBy.OPERATOR, "It is unknown, and answers no sessions"),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_not_written(
-    ledger: Ledger, step: int, state: State, by: By, says: str
+    ledger: Ledger, step: int, state: State, by: DecidedBy, says: str
 ) -> None:
     make_canary(ledger, 10)
     make_passed(ledger, 30)
@@ -147,7 +147,7 @@ def test_checkpoints_that_are_needed_outlive_later_ones(tmp_path: Path) -> None:
     checkpoints.commit(part, RunState(step=50))
 
     assert [path.name for path in checkpoints.all()] == [f"step-0000{step}" for step in (10, 20, 30, 50)]
-    decide(ledger, 30, State.ROLLED_BACK, By.CANARY)
+    decide(ledger, 30, State.ROLLED_BACK, DecidedBy.CANARY)
     assert [path.name for path in checkpoints.prune()] == ["step-000030"]
 
 
@@ -160,7 +160,7 @@ def test_a_half_written_line_was_never_decided(ledger: Ledger) -> None:
         assert ledger.current().canary == 10
         assert Version.find("calc@stable").step == 0
 
-    decide(ledger, 10, State.ROLLED_BACK, By.CANARY)
+    decide(ledger, 10, State.ROLLED_BACK, DecidedBy.CANARY)
 
     assert ledger.file.read_bytes().startswith(whole)
     assert [decision.state for decision in ledger.decisions()][-2:] == [State.CANARY, State.ROLLED_BACK]
@@ -172,15 +172,15 @@ def test_a_half_written_line_was_never_decided(ledger: Ledger) -> None:
 WRITER = textwrap.dedent("""
     import sys
     from pathlib import Path
-    from agl_online.versions import By, Decision, Ledger, LedgerError, State
+    from agl_online.versions import DecidedBy, Decision, Ledger, LedgerError, State
 
     ledger, step, turns = Ledger(Path(sys.argv[1])), int(sys.argv[2]), 0
     while turns < 10:
         try:
-            ledger.record(Decision(step, State.CANARY, By.CANARY, "x" * 2000))
+            ledger.record(Decision(step, State.CANARY, DecidedBy.CANARY, "x" * 2000))
         except LedgerError:  # The other writer has its turn.
             continue
-        ledger.record(Decision(step, State.ROLLED_BACK, By.CANARY, "x" * 2000))
+        ledger.record(Decision(step, State.ROLLED_BACK, DecidedBy.CANARY, "x" * 2000))
         turns += 1
 """)
 
@@ -259,7 +259,7 @@ async def test_a_share_of_the_names_gets_the_canary_and_keeps_it(calc: Ledger, m
             by_session.setdefault(call.rollout, set()).add(call.version)
         assert {len(versions) for versions in by_session.values()} == {1}
 
-        decide(calc, 10, State.ROLLED_BACK, By.CANARY)
+        decide(calc, 10, State.ROLLED_BACK, DecidedBy.CANARY)
         make_canary(calc, 20)
         await use.deployed.refresh()
         others = [f"other-{number}" for number in range(30)]
@@ -290,7 +290,7 @@ async def test_a_rollback_reaches_open_sessions_at_once(calc: Ledger, monkeypatc
     names = [f"user-{number}" for number in range(20)]
     async with bench(calc, monkeypatch) as use:
         assert set((await use.ask_many(names)).values()) == {0, 10}
-        decide(calc, 10, State.ROLLED_BACK, By.CANARY)
+        decide(calc, 10, State.ROLLED_BACK, DecidedBy.CANARY)
         await use.deployed.refresh()
         assert set((await use.ask_many(names)).values()) == {0}
         assert use.engines[0].steps == [0]
@@ -298,7 +298,7 @@ async def test_a_rollback_reaches_open_sessions_at_once(calc: Ledger, monkeypatc
         make_stable(calc, 20)
         await use.deployed.refresh()
         assert await use.ask("late") == 20
-        decide(calc, 20, State.ROLLED_BACK, By.OPERATOR)
+        decide(calc, 20, State.ROLLED_BACK, DecidedBy.OPERATOR)
         await use.deployed.refresh()
         assert await use.ask("late") == 0
 
@@ -322,7 +322,7 @@ async def test_what_cannot_be_loaded_leaves_what_is_served(
         await use.deployed.refresh()
         assert "The canary, version 10, cannot be loaded: The weights cannot be read." in caplog.text
         assert {await use.ask(f"user-{number}") for number in range(20)} == {0}
-        decide(calc, 10, State.ROLLED_BACK, By.CANARY)
+        decide(calc, 10, State.ROLLED_BACK, DecidedBy.CANARY)
         make_stable(calc, 20)
         await use.deployed.refresh()
         assert "Sessions are answered as before" in caplog.text

@@ -17,7 +17,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agl_chat.backends import Backend, Generated, Request, SampledToken
+from agl_chat.backends import Backend, Generation, Request, SampledToken
 from agl_core.errors import EngineError
 
 OPEN = frozenset({"/health", "/metrics"})
@@ -65,13 +65,13 @@ class GatedBackend:
     def __init__(self, backend: Backend, gate: Gate) -> None:
         self._backend, self._gate = backend, gate
 
-    async def generate(self, request: Request) -> Generated:
+    async def generate(self, request: Request) -> Generation:
         """See `Backend`. EngineError if weights were exchanged before the end of what was watched in part."""
         while (generated := await self._try(request)) is None:
             pass
         return generated
 
-    async def _try(self, request: Request) -> Generated | None:
+    async def _try(self, request: Request) -> Generation | None:
         """Responses of one version; None if weights were exchanged meanwhile."""
         gate, watcher = self._gate, request.watch
         version, closings = await gate.enter(request.model)

@@ -51,14 +51,14 @@ def proxy(url: Url, model: Folder, upstream_key_env: KeyVariable = None, port: P
 async def _serve(url: str, folder: Path, key: str, port: int) -> None:
     headers, limits = {"authorization": f"Bearer {key}"}, httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None, trust_env=False) as client:
-        app = await make_front(client, folder, key)
+        app = await make_proxy(client, folder, key)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         with listening.bind("127.0.0.1", port) as listener:
             Screen().print(f"serving at {listening.url_of(*listener.getsockname())}/v1")
             await server.serve(sockets=[listener])
 
 
-async def make_front(client: httpx.AsyncClient, folder: Path, key: str) -> Starlette:
+async def make_proxy(client: httpx.AsyncClient, folder: Path, key: str) -> Starlette:
     """The chat layer before the server that a client asks. ConfigError if that is neither vLLM nor SGLang.
 
     EngineError if it gives no tokens with their log-probabilities at the sampling temperature.

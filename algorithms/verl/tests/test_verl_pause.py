@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from agl_chat.api import CHAT_COMPLETIONS, MODELS, create_app
-from agl_chat.backends import Generated, Request, Response, SampledToken
+from agl_chat.backends import Generation, Request, Response, SampledToken
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
-from agl_verl.gate import FrontApp, Gate, GatedBackend
+from agl_verl.pause import FrontApp, Gate, GatedBackend
 
 KEY = "the-run's-key"
 OTHERS = ("/v1/completions", "/invocations", "/tokenize", "/inference/v1/generate", "/version")
@@ -38,7 +38,7 @@ class Server:
         """Somebody has a token."""
         self.failing = False
 
-    async def generate(self, request: Request) -> Generated:
+    async def generate(self, request: Request) -> Generation:
         self.tries.append(request)
         number = len(self.tries)
         response = Response([SampledToken(0, token, 0.0) for token in ids_of(number)], FinishReason.STOP)
@@ -49,7 +49,7 @@ class Server:
             if request.watch:
                 request.watch(token)
             await asyncio.sleep(0)
-        return Generated(request, (response,), 0, 2, 0)
+        return Generation(request, (response,), 0, 2, 0)
 
     def open(self, version: int, policy: str = "") -> None:
         """New weights are there."""

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from agl_chat.front import make_front
+from agl_chat.proxy import make_proxy
 from agl_core.errors import ConfigError, EngineError
 from agl_server.store.sqlite import SqliteStore
 
@@ -70,7 +70,7 @@ def folder(qwen: ServedModel, tmp_path: Path) -> Path:
 
 
 async def front(server: Starlette, folder: Path) -> httpx.AsyncClient:
-    return client_of(await make_front(client_of(server), folder, "key"))
+    return client_of(await make_proxy(client_of(server), folder, "key"))
 
 
 @pytest.mark.parametrize("path", BACKENDS)
