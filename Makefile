@@ -18,6 +18,8 @@ TOGETHER := $(filter-out $(APART),$(ADAPTERS))
 PACKAGES := core server rewards apps/view apps/online apps/prompts algorithms/policy algorithms/chat algorithms/torch $(TOGETHER)
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml */*/pyproject.toml))
 DIST ?= dist
+# Package indexes show a README by itself: in what is built, its links to other folders are addresses.
+PAGES := https://github.com/agl-project/agl/blob/main/
 EXAMPLES := langchain langchain-openai bm25s gguf
 # The imports of veRL's and TRL's algorithms; their other requirements are not installed.
 ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegaconf ray codetiming pydantic msgspec wrapt \
@@ -191,7 +193,9 @@ site: install ## Make a site of docs/ in .site/ (open .site/index.html)
 dist: ## Build and check the wheel and sdist of every package, into dist/; TAG=vX.Y.Z: only if that is their version
 	@others=$$(grep -LxF "version = \"$${TAG#v}\"" $(DISTRIBUTIONS:%=%/pyproject.toml)); \
 		test -z "$$TAG" || test -z "$$others" || { echo "Not of version $$TAG:" $$others >&2; exit 1; }
-	@for folder in $(DISTRIBUTIONS); do $(PYTHON) -m build --no-isolation --outdir $(DIST) $$folder >/dev/null || exit 1; done
+	@for folder in $(DISTRIBUTIONS); do parent=$$(dirname $$folder)/; copy=$$(mktemp -d) && cp -R $$folder/. $$copy && \
+		sed -E -i.bak 's#\]\(\.\./\.\./#]($(PAGES)#g; s#\]\(\.\./#]($(PAGES)'$${parent#./}'#g' $$copy/README.md && \
+		rm $$copy/README.md.bak && $(PYTHON) -m build --no-isolation --outdir $(DIST) $$copy >/dev/null || exit 1; rm -r $$copy; done
 	@$(PYTHON) -m twine check --strict $(DIST)/*
 
 clean: ## Remove the environment and all caches; runs are kept

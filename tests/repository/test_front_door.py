@@ -26,6 +26,8 @@ def test_every_distribution_says_the_same_of_itself(distributions: dict[str, Any
     for name, distribution in distributions.items():
         for key in ("version", "license", "license-files", "authors", "urls", "requires-python", "readme"):
             assert distribution.project[key] == first[key], (name, key)
+        ours = [need for need in distribution.project["dependencies"] if need.startswith("agl-")]
+        assert [need for need in ours if not need.endswith(f"=={first['version']}")] == [], name
         systems = {"Operating System :: MacOS"} if name in ON_LINUX_ALONE else set()
         assert set(distribution.project["classifiers"]) | systems == set(first["classifiers"])
         assert (distribution.folder / "LICENSE").read_bytes() == (root / "LICENSE").read_bytes()

@@ -63,6 +63,7 @@ def test_a_release_has_each_distribution_with_its_types_and_licence(
         version = distribution.project["version"]
         assert wheels[name].read(f"{name}-{version}.dist-info/licenses/LICENSE") == licence
         assert sources[name] == licence
+        assert b"](.." not in wheels[name].read(f"{name}-{version}.dist-info/METADATA")
 
 
 def _licence_of(sdist: Path) -> bytes:
