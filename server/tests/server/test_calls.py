@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
-import random
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -21,7 +18,6 @@ from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Say
 from agl_core.types import CreditKind, DropReason, Ending, Episode, Mode, Sampling
 from agl_core.wire import CloseRequest
-from agl_server.store.sqlite import SqliteStore
 from agl_server.testing import LeasedAttempt, Stack, running_stack, until
 
 from .server_aids import GOOD, HELLO, clients_waiting, post
@@ -67,16 +63,6 @@ async def test_replies_are_kept_for_the_latest_calls(
     ids = [await ask(number) for number in range(6)]
     assert await ask(5, tries=1) == ids[5]
     assert await ask(0, tries=1) != ids[0], "asked so late it is a call of its own"
-
-
-async def test_a_call_that_could_not_be_recorded_is_made_again(stack: Stack) -> None:
-    key = await stack.lease()
-    stack.store.failing = True
-    assert (await post(stack, key)).status_code == 503
-    stack.store.failing = False
-    reply = await post(stack, key, **{"x-stainless-retry-count": "1"})
-    (call,) = await stack.calls(key)
-    assert (call.id, call.sequence) == (reply.json()["id"], 0)
 
 
 async def test_a_call_that_ends_after_its_attempt_is_late(stack: Stack) -> None:
@@ -294,29 +280,3 @@ async def test_agents_of_a_default_policy_do_not_shut_others_out() -> None:
             model="gpt-4o", messages=HELLO, extra_headers={HEADER_AGENT: "b"}
         )
         assert (await stack.calls(key))[-1].policy == "default"
-
-
-TURNS = 10
-
-
-async def test_a_conversation_with_an_image_stores_it_once(tmp_path: Path) -> None:
-    """Ten turns with one image of 1 MB, of which every request has the whole (1.4 MB as base64)."""
-    incompressible = random.Random(0).randbytes(1 << 20)
-    path, data = tmp_path / "store.sqlite", f"data:image/png;base64,{base64.b64encode(incompressible).decode()}"
-    async with SqliteStore(path) as store, running_stack(store=store) as stack:
-        stack.upstream.returns_ids = False
-        key = await stack.lease()
-        messages: list[Any] = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data}}]}]
-        for turn in range(TURNS):
-            await stack.client(key, timeout=60).chat.completions.create(model="default", messages=messages)
-            messages.append({"role": "user", "content": f"turn {turn}"})
-        calls = await store.calls([key])
-        assert [call.request["messages"] for call in calls] == [
-            received.body["messages"] for received in stack.upstream.received
-        ]
-        assert sum(data in json.dumps(call.request) for call in calls) == TURNS
-    assert size_of(tmp_path) < 1.5 * len(data)
-
-
-def size_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())

@@ -173,7 +173,7 @@ async def test_an_agent_that_broke_or_gave_up_because_the_model_server_failed_is
 async def test_a_store_that_fails_costs_the_reply_and_not_the_policy(
     stack: Stack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent that breaks of it has not failed its task: the rollout is tried again."""
+    """The client may ask again; an agent that breaks of it has not failed its task: the rollout is tried again."""
     key = await stack.lease()
     await stack.client(key).chat.completions.create(**GOOD)
     stack.store.failing = True
@@ -183,10 +183,11 @@ async def test_a_store_that_fails_costs_the_reply_and_not_the_policy(
     assert "scripted failure" in log_of_agl(caplog)
     assert "Traceback" not in log_of_agl(caplog) + response.text
     stack.store.failing = False
+    again = await post(stack, key, **{"x-stainless-retry-count": "1"})
+    assert [(call.sequence, call.id) for call in await stack.calls(key)][1:] == [(1, again.json()["id"])]
     assert not (await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="500"))).counted
     [attempt] = await stack.store.attempts(key.rollout)
     assert attempt.ending is Ending.LOST
-    assert len(await stack.calls(key)) == 1
 
 
 def root_of(stack: Stack, key: AttemptKey) -> str:

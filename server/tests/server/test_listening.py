@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import gzip
 import itertools
 from collections.abc import AsyncIterator, Iterator
@@ -328,42 +327,29 @@ async def test_nesting_is_taken_or_refused(depth: int, http: httpx.AsyncClient) 
                     assert response.status_code == 200, (url, depth, response.text)
 
 
-HELD = {"rollout": "r", "attempt": 0, "secret": "s"}
-STRICT: list[tuple[str, str, dict[str, Any], str, list[Any]]] = [
-    ("POST", "/agl/v1/leases", {"worker": "w", "capacity": 1}, "capacity", [True, "1", 1.0, [1]]),
-    ("POST", "/agl/v1/leases", {"worker": "w", "capacity": 1, "wait": 0}, "wait", [False, "0"]),
-    ("POST", "/agl/v1/heartbeats", {"worker": "w", "attempts": [HELD]}, "attempts.0.attempt", [False, "0", 0.0]),
-    (
-        "POST", "/agl/v1/rollouts/r/attempts/0/close", {"ending": "lost", "rewards": [{"value": 1}]},
-        "rewards.0.value", [True, "1"],
-    ),
-    (
-        "POST", "/agl/v1/rollouts/r/attempts/0/close", {"ending": "lost", "result": None, "error": None}, "error",
-        [1, False],
-    ),
-]  # fmt: skip
-"""Requests, a field of each, and values of another type than the field has."""
+HELD = {"rollout": "r", "attempt": False, "secret": "s"}
+CLOSED = "rollouts/r/attempts/0/close"
 
 
-@pytest.mark.parametrize(("method", "path", "body", "field", "values"), STRICT, ids=lambda part: str(part)[:40])
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("leases", {"worker": "w", "capacity": True}, "capacity"),
+        ("leases", {"worker": "w", "capacity": 1, "wait": "0"}, "wait"),
+        ("heartbeats", {"worker": "w", "attempts": [HELD]}, "attempts.0.attempt"),
+        (CLOSED, {"ending": "lost", "rewards": [{"value": "1"}]}, "rewards.0.value"),
+        (CLOSED, {"ending": "lost", "error": 1}, "error"),
+    ],
+)
 async def test_types_are_strict_in_what_workers_ask(
-    method: str, path: str, body: dict[str, Any], field: str, values: list[Any], stack: Stack, http: httpx.AsyncClient
+    path: str, body: dict[str, Any], field: str, stack: Stack, http: httpx.AsyncClient
 ) -> None:
-    """`false` is no number and "1" no integer; and what is of the right type is not refused for it."""
+    """`false` is no number and "1" no integer."""
     keys = stack.server.keys
-    key = keys.of_lease(AttemptKey("r", 0)) if path.endswith("/close") else keys.worker
-    http.headers["authorization"] = f"Bearer {key}"
-    assert (await http.request(method, f"{stack.server.base_url}{path}", json=body)).status_code != 422
-    for value in values:
-        changed = copy.deepcopy(body)
-        here: Any = changed
-        *way, last = (int(part) if part.isdigit() else part for part in field.split("."))
-        for part in way:
-            here = here[part]
-        here[last] = value
-        refused = await http.request(method, f"{stack.server.base_url}{path}", json=changed)
-        assert refused.status_code == 422, value
-        assert field in message_of(refused), value
+    key = keys.of_lease(AttemptKey("r", 0)) if path == CLOSED else keys.worker
+    headers = {"authorization": f"Bearer {key}"}
+    refused = await http.post(f"{stack.server.base_url}/agl/v1/{path}", json=body, headers=headers)
+    assert (refused.status_code, field in message_of(refused)) == (422, True), refused.text
 
 
 async def test_gzip_bodies_of_agents_are_inflated_up_to_the_limit(stack: Stack, http: httpx.AsyncClient) -> None:

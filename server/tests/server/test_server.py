@@ -52,18 +52,6 @@ def management(stack: Stack, key: str | None = None) -> httpx.AsyncClient:
     )
 
 
-async def test_a_report_of_no_attempt_is_refused_and_nothing_is_lent_once_the_run_is_over(stack: Stack) -> None:
-    await stack.server.queue.enqueue([make.rollout("a")])
-    async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
-        (lease,) = (await client.ask(LEASE, ALL)).leases
-        secret = stack.server.keys.of_lease(AttemptKey("nobody", 0))
-        unknown = lease.model_copy(update={"rollout": "nobody", "secret": secret})
-        with pytest.raises(ServerError, match=r"404.*no attempt 0 of rollout nobody"):
-            await client.ask(CLOSE, CloseRequest(ending=Ending.FINISHED), unknown)
-        stack.server.queue.close()
-        assert (await client.ask(LEASE, LeaseRequest(worker="w", capacity=4, wait=30))).closed
-
-
 async def test_a_worker_that_went_away_is_lent_nothing(stack: Stack) -> None:
     async with management(stack) as client:
         waiting = asyncio.ensure_future(client.post("/leases", json={"worker": "w", "capacity": 1, "wait": 60}))
@@ -98,24 +86,6 @@ async def test_stopping_ends_calls_in_flight_and_frees_the_port() -> None:
         hold.release.set()
         async with running_stack(port=int(server.base_url.rpartition(":")[2])):
             pass
-
-
-async def test_a_call_is_not_answered_once_the_store_was_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "store.sqlite"
-    async with SqliteStore(path) as store, running_stack(store=store) as stack:
-        key = await stack.lease()
-        await stack.client(key).chat.completions.create(**GOOD)
-        path.unlink()
-        with pytest.raises(openai.InternalServerError) as refused:
-            await stack.client(key).chat.completions.create(**GOOD)
-        assert (refused.value.status_code, refused.value.code) == (503, "store_failed")
-        async with management(stack, stack.server.keys.of_lease(key)) as http:
-            closing = await http.post(f"/rollouts/{key.rollout}/attempts/0/close", json={"ending": "finished"})
-        assert closing.status_code == 503
-        assert f"its file {path} was removed" in closing.json()["error"]["message"]
-    assert f"its file {path} was removed" in caplog.text
 
 
 ALL = LeaseRequest(worker="w", capacity=9, wait=0)

@@ -13,16 +13,15 @@ import anthropic
 import httpx
 import openai
 import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from agl_core.apis.reply import read_reply
 from agl_core.apis.streamed import StreamedCompletion
 from agl_core.testing.scripts import CallTools, Drop, Fail, Hold, Raw, Say
 from agl_core.testing.upstream import END_TOKEN
-from agl_core.types import AttemptKey, Ending, FinishReason
-from agl_core.wire import CloseRequest
+from agl_core.types import AttemptKey, FinishReason
 from agl_server.testing import Stack, running_stack, until
 
+from .all_clients import STREAMING, Gets
 from .server_aids import GOOD, OWN, SMALLEST, chunks_of, client_of, clients_waiting, closed, open_attempt, post, reply
 
 LONG = Say("A long text that goes out in many pieces, one after the other.")
@@ -171,29 +170,7 @@ async def test_a_stream_that_stops_is_given_up() -> None:
         assert "did not answer" in await chat_error(stack, await stack.lease())
 
 
-async def test_an_attempt_that_ends_meanwhile_gets_an_error_and_the_call_is_late(stack: Stack) -> None:
-    key, hold = await stack.lease(), Hold(LONG, after=3)
-    await streamed(stack, key)
-    stack.upstream.script(hold)
-    failing = asyncio.create_task(chat_error(stack, key))
-    await hold.arrived.wait()
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.TIMED_OUT))
-    hold.release.set()
-    assert "is closed" in await failing
-    assert [call.late for call in await stack.calls(key)] == [False, True]
-
-
-async def test_a_server_that_stops_says_so() -> None:
-    async with running_stack() as stack:
-        hold = Hold(LONG, after=3)
-        stack.upstream.script(hold)
-        failing = asyncio.create_task(chat_error(stack, await stack.lease()))
-        await hold.arrived.wait()
-        await stack.server.stop()
-        assert "is stopping" in await failing
-
-
-async def test_a_retry_joins_or_gets_what_is_recorded(stack: Stack) -> None:
+async def test_a_retry_joins_the_stream_in_flight(stack: Stack) -> None:
     key, hold = await stack.lease(), Hold(LONG)
     stack.upstream.script(hold)
 
@@ -210,17 +187,11 @@ async def test_a_retry_joins_or_gets_what_is_recorded(stack: Stack) -> None:
     assert len(stack.upstream.received) == 1
     (call,) = await stack.calls(key)
     assert (call.id, call.undelivered) == (reply_id, False)
-    first = await post(stack, key, {**GOOD, "stream": True})
-    again = await post(stack, key, {**GOOD, "stream": True}, **{"x-stainless-retry-count": "1"})
-    assert len(await stack.calls(key)) == 2
-    ids, texts = zip(*(id_and_text(response.text) for response in (first, again)), strict=True)
-    assert len(set(ids)) == len(set(texts)) == 1
 
 
-def id_and_text(stream: str) -> tuple[str, str]:
-    """The id and the text of a stream of chat completions."""
-    chunks = chunks_of(stream)
-    return chunks[0]["id"], "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+def text_of(stream: str) -> str:
+    """The text of a stream of chat completions."""
+    return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks_of(stream))
 
 
 @pytest.mark.parametrize("returns_ids", [False, True])
@@ -232,7 +203,7 @@ async def test_model_servers_without_ids_or_streams(returns_ids: bool) -> None:
         for streams in (True, False):
             stack.upstream.streams = streams
             stack.upstream.script(LONG)
-            assert id_and_text(await streamed(stack, key))[1] == LONG.text
+            assert text_of(await streamed(stack, key)) == LONG.text
             call = (await stack.calls(key))[-1]
             assert call.choices[0].message["content"] == LONG.text
             assert (call.prompt_ids is not None) is returns_ids
@@ -240,7 +211,7 @@ async def test_model_servers_without_ids_or_streams(returns_ids: bool) -> None:
             assert (call.choices[0].logprobs is not None) is returns_ids
     async with running_stack(upstream_fields=lambda _: {"streams": False}) as stack:
         stack.upstream.script(LONG)
-        assert id_and_text(await streamed(stack, await stack.lease()))[1] == LONG.text
+        assert text_of(await streamed(stack, await stack.lease())) == LONG.text
         assert "stream" not in stack.upstream.received[0].body
 
 
@@ -253,7 +224,7 @@ def tool(index: int, text: str, **more: Any) -> dict[str, Any]:
     return {"tool_calls": [{"index": index, **more, "function": {**name, "arguments": text}}]}
 
 
-UNUSUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+UNUSUAL: dict[str, tuple[list[dict[str, Any]], Gets]] = {
     "texts and calls in turn": (
         [
             chunk(role="assistant", content="one "),
@@ -264,7 +235,7 @@ UNUSUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
             chunk(content="three"),
             chunk(reasoning_content="hm"),
         ],
-        {"content": "one two three", "reasoning": "hm hm", "calls": [{"a": 1}]},
+        ("one two three", "hm hm", [{"a": 1}]),
     ),
     "calls that are mixed, with one id, and no arguments": (
         [
@@ -272,18 +243,18 @@ UNUSUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
             chunk(**tool(1, "", id="c", name="add")),
             chunk(**tool(0, ": 1}")),
         ],
-        {"content": "", "reasoning": "", "calls": [{"a": 1}, {}]},
+        ("", "", [{"a": 1}, {}]),
     ),
     "calls without ids, numbers from 1, and names that come again": (
         [chunk(**tool(1, "{", name="add")), chunk(**tool(1, "}", name="add")), chunk(**tool(2, "{}", name="add"))],
-        {"content": "", "reasoning": "", "calls": [{}, {}]},
+        ("", "", [{}, {}]),
     ),
     "calls without an index": (
         [
             chunk(tool_calls=[{"id": f"c{place}", "function": {"name": name, "arguments": "{}"}}])
             for place, name in enumerate(("add", "find", "add"))
         ],
-        {"content": "", "reasoning": "", "calls": [{}, {}, {}]},
+        ("", "", [{}, {}, {}]),
     ),
     "calls without an index or ids": (
         [
@@ -291,7 +262,7 @@ UNUSUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
             chunk(tool_calls=[{"function": {"arguments": ": 1}"}}]),
             chunk(tool_calls=[{"function": {"name": "add", "arguments": {"b": 2}}}]),
         ],
-        {"content": "", "reasoning": "", "calls": [{"a": 1}, {"b": 2}]},
+        ("", "", [{"a": 1}, {"b": 2}]),
     ),
     "calls that all have the index 0": (
         [
@@ -299,7 +270,7 @@ UNUSUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
             chunk(**tool(0, ": 1}", id="made-up")),
             chunk(**tool(0, '{"b": 2}', id="c1", name="add")),
         ],
-        {"content": "", "reasoning": "", "calls": [{"a": 1}, {"b": 2}]},
+        ("", "", [{"a": 1}, {"b": 2}]),
     ),
     "calls that all have the index 0, and no ids": (
         [
@@ -309,7 +280,7 @@ UNUSUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
             chunk(**tool(0, '{"b": 2}', id="", name="add")),
             chunk(**tool(0, '{"c": 3}', id="", name="find")),
         ],
-        {"content": "", "reasoning": "", "calls": [{"a": 1}, {"b": 2}, {"c": 3}]},
+        ("", "", [{"a": 1}, {"b": 2}, {"c": 3}]),
     ),
     "calls that all have the index 0, whose arguments name them by id": (
         [
@@ -318,7 +289,7 @@ UNUSUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
             chunk(**tool(0, '{"a": 1}', id="c0")),
             chunk(**tool(0, '{"b": 2}', id="c1")),
         ],
-        {"content": "", "reasoning": "", "calls": [{"a": 1}, {"b": 2}]},
+        ("", "", [{"a": 1}, {"b": 2}]),
     ),
     "calls that are mixed with each other and with text": (
         [
@@ -328,17 +299,17 @@ UNUSUAL: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
             chunk(**tool(0, '{"a": 1}')),
             chunk(**tool(1, ": 2}")),
         ],
-        {"content": "one", "reasoning": "", "calls": [{"a": 1}, {"b": 2}]},
+        ("one", "", [{"a": 1}, {"b": 2}]),
     ),
     "a name in two pieces": (
         [chunk(**tool(0, "", id="c0", name="a")), chunk(**tool(0, "", name="dd")), chunk(**tool(0, "{}"))],
-        {"content": "", "reasoning": "", "calls": [{}]},
+        ("", "", [{}]),
     ),
     "reasoning under both of its names": (
         [chunk(reasoning_content="hm ", reasoning="hm "), chunk(reasoning="hm", reasoning_content="hm")],
-        {"content": "", "reasoning": "hm hm", "calls": []},
+        ("", "hm hm", []),
     ),
-    "nothing": ([chunk(role="assistant"), chunk(content=None)], {"content": "", "reasoning": "", "calls": []}),
+    "nothing": ([chunk(role="assistant"), chunk(content=None)], ("", "", [])),
 }
 WRITTEN: dict[str, Callable[[str], str]] = {
     "as usual": lambda events: events,
@@ -356,7 +327,7 @@ async def test_unusual_streams_reach_every_client_and_come_back_as_one_message(
 ) -> None:
     chunks, expected = UNUSUAL[name]
     ids = {"prompt_token_ids": [1, 2]}
-    reasons = ["tool_calls", "stop"] if expected["calls"] else ["stop"]
+    reasons = ["tool_calls", "stop"] if expected[2] else ["stop"]
     ends = [{"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]} for reason in reasons]
     events = "".join(f"data: {json.dumps(event)}\n\n" for event in (chunks[0] | ids, *chunks[1:], *ends))
     events = WRITTEN[written](events + "data: [DONE]\n\n")
@@ -366,46 +337,24 @@ async def test_unusual_streams_reach_every_client_and_come_back_as_one_message(
             stack.upstream, "encode", lambda *args, streamed: events if streamed else encode(*args, streamed=streamed)
         )
         key = await stack.lease()
+        for ask in STREAMING:
+            assert await ask(stack, key) == expected
+        for call in await stack.calls(key):
+            (choice,) = call.choices
+            assert (call.prompt_ids.tolist(), choice.finish_reason) == ([1, 2], FinishReason(reasons[0]))
+            own = choice.message.get("tool_calls") or ()
+            assert (choice.message.get("content") or "") == expected[0]
+            assert len({call["id"] for call in own}) == len(expected[2])
+            assert {call["function"]["name"] for call in own} <= {"add", "find"}
         client = stack.client(key)
-        state = ChatCompletionStreamState()
-        async for one in await client.chat.completions.create(**GOOD, stream=True):
-            state.handle_chunk(one)
-        message = state.get_final_completion().choices[0].message
-        calls: Any = message.tool_calls or ()
-        assert state.get_final_completion().choices[0].finish_reason == reasons[0]
-        assert {call.function.name for call in calls} <= {"add", "find"}
-        assert (
-            "".join((message.model_extra or {}).get(n) or "" for n in ("reasoning_content", "reasoning"))
-            == expected["reasoning"]
-        )
-        assert (message.content or "") == expected["content"]
-        assert [json.loads(call.function.arguments) for call in calls] == expected["calls"]
-        assert len({call.id for call in calls} - {None, ""}) == len(expected["calls"])
-
         async with client.responses.stream(model="m", input="x") as stream:
             response: Any = await stream.get_final_response()
-        assert "".join(p.text for i in response.output if i.type == "message" for p in i.content) == expected["content"]
         items = [item for item in response.output if item.type == "function_call"]
-        assert [json.loads(item.arguments) for item in items] == expected["calls"]
-        async with client_of(stack, key) as other, other.messages.stream(**GOOD, max_tokens=9) as messages:
-            blocks = [
-                e.index for e in [e async for e in messages] if e.type in ("content_block_start", "content_block_stop")
-            ]
-            final = await messages.get_final_message()
-        assert blocks == [index for index in range(len(final.content)) for _ in range(2)]
-        assert "".join(block.text for block in final.content if block.type == "text") == expected["content"]
-        thoughts = [block.thinking for block in final.content if block.type == "thinking"]
-        assert "".join(thoughts) == expected["reasoning"]
-        assert [block.input for block in final.content if block.type == "tool_use"] == expected["calls"]
-
-        own = [call.choices[0].message for call in await stack.calls(key)]
-        assert [call.prompt_ids.tolist() for call in await stack.calls(key)] == [[1, 2]] * 3
-        assert [message.get("content") or "" for message in own] == [expected["content"]] * 3
         results = [{"type": "function_call_output", "call_id": item.call_id, "output": "1"} for item in items]
         await client.responses.create(model="m", input=[{"role": "user", "content": "x"}, *response.output, *results])
         echoed = stack.upstream.received[-1].body["messages"][1]
-        assert (echoed.get("content") or "") == expected["content"]
-        assert len(echoed.get("tool_calls") or ()) == len(expected["calls"])
+        assert (echoed.get("content") or "") == expected[0]
+        assert len(echoed.get("tool_calls") or ()) == len(expected[2])
 
 
 async def test_a_tools_name_comes_before_its_arguments(stack: Stack) -> None:

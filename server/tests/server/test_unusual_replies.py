@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import anthropic
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types.chat import ChatCompletion
 
 from agl_core.apis import answered
 from agl_core.apis.answered import SentMessages
@@ -28,14 +26,11 @@ from agl_server.health.rollouts import health_of
 from agl_server.store.codec import Pieces, encode
 from agl_server.testing import Stack
 
+from .all_clients import Ask, every_client
 from .server_aids import HELLO, client_of, closed
 
-TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 IDS = [7, 8, 9]
 ABSENT: Any = object()
-
-Ask = Callable[[Stack, AttemptKey], Awaitable[tuple[str, str, list[Any]]]]
-"""One call by an API's own client: the text, the reasoning and the tools' arguments that it gets."""
 
 
 def reply(message: Mapping[str, Any], finish_reason: Any = "stop", **more: Any) -> Raw:
@@ -51,80 +46,6 @@ def reply(message: Mapping[str, Any], finish_reason: Any = "stop", **more: Any) 
     return Raw(json.dumps(body).encode())
 
 
-async def chat(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
-    completion = await stack.client(key).chat.completions.create(model="m", messages=HELLO, tools=[TOOL])
-    # The SDK does not check what it gets; frameworks do.
-    message = ChatCompletion.model_validate(completion.to_dict()).choices[0].message
-    arguments = [json.loads(call.function.arguments) for call in message.tool_calls or ()]
-    return message.content or message.refusal or "", reasoning_of(message), arguments
-
-
-async def chat_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
-    content, reasoning, arguments, finished = "", "", dict[int, str](), None
-    async for chunk in await stack.client(key).chat.completions.create(
-        model="m", messages=HELLO, tools=[TOOL], stream=True
-    ):
-        (choice,) = chunk.choices
-        content += choice.delta.content or choice.delta.refusal or ""
-        reasoning += reasoning_of(choice.delta)
-        for call in choice.delta.tool_calls or ():
-            arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
-        finished = choice.finish_reason
-    assert finished in ("stop", "length", "tool_calls", "function_call", "content_filter")
-    return content, reasoning, [json.loads(text) for text in arguments.values()]
-
-
-async def responses(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
-    response = await stack.client(key).responses.create(model="m", input="hello")
-    return of_response(response)
-
-
-async def responses_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
-    async with stack.client(key).responses.stream(model="m", input="hello") as stream:
-        events = [event async for event in stream]
-    last: Any = events[-1]
-    return of_response(last.response)
-
-
-async def messages(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
-    async with client_of(stack, key) as client:
-        return of_blocks(await client.messages.create(model="m", max_tokens=9, messages=HELLO))
-
-
-async def messages_stream(stack: Stack, key: AttemptKey) -> tuple[str, str, list[Any]]:
-    async with (
-        client_of(stack, key) as client,
-        client.messages.stream(model="m", max_tokens=9, messages=HELLO) as stream,
-    ):
-        return of_blocks(await stream.get_final_message())
-
-
-def reasoning_of(message: Any) -> str:
-    extra = message.model_extra
-    return extra.get("reasoning_content") or extra.get("reasoning") or ""
-
-
-def of_response(response: Any) -> tuple[str, str, list[Any]]:
-    reasoning = "".join(part.text for item in response.output if item.type == "reasoning" for part in item.content)
-    calls = [json.loads(item.arguments) for item in response.output if item.type == "function_call"]
-    parts = [part for item in response.output if item.type == "message" for part in item.content]
-    refusal = "".join(part.refusal for part in parts if part.type == "refusal")
-    return response.output_text + refusal, reasoning, calls
-
-
-def of_blocks(message: anthropic.types.Message) -> tuple[str, str, list[Any]]:
-    content, reasoning, calls = "", "", list[Any]()
-    for block in message.content:
-        match block.type:
-            case "text":
-                content += block.text
-            case "thinking":
-                reasoning += block.thinking
-            case "tool_use":
-                calls.append(block.input)
-    return content, reasoning, calls
-
-
 async def recorded(stack: Stack, key: AttemptKey) -> Call:
     (call,) = await stack.calls(key)
     (choice,) = call.choices
@@ -135,11 +56,6 @@ async def recorded(stack: Stack, key: AttemptKey) -> Call:
 
 def tool_call(**function: Any) -> dict[str, Any]:
     return {"content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
-
-
-every_client = pytest.mark.parametrize(
-    "ask", [chat, chat_stream, responses, responses_stream, messages, messages_stream]
-)
 
 
 @every_client

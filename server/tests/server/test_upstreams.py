@@ -385,33 +385,6 @@ async def test_a_server_that_is_away_is_left_alone_for_a_while() -> None:
         client.close()
 
 
-async def test_when_a_server_dies_its_rollouts_go_on_at_the_other() -> None:
-    async with two_servers() as (stack, dying, staying):
-        keys = [await stack.lease() for _ in range(8)]
-        clients = [stack.client(key) for key in keys]
-
-        async def everyone_asks() -> None:
-            await asyncio.gather(*(client.chat.completions.create(**GOOD) for client in clients))
-
-        release = asyncio.Event()
-        for server in (dying, staying):
-            server.script(*(Hold(release=release) for _ in range(4)))
-        first = asyncio.create_task(everyone_asks())
-        await until(lambda: len(dying.received) + len(staying.received) == 8)
-        assert (len(dying.received), len(staying.received)) == (4, 4)
-        release.set()
-        await first
-        before = {request.headers["x-agl-rollout"] for request in staying.received}
-        await everyone_asks()
-        assert {request.headers["x-agl-rollout"] for request in staying.received} == before, "each where it was"
-        await dying.__aexit__()
-        await everyone_asks()
-        await everyone_asks()
-        assert len(dying.received) == 8
-        assert len(staying.received) == 8 + 16
-        assert [len(await stack.calls(key)) for key in keys] == [4] * 8
-
-
 @pytest.mark.parametrize("failure", [Drop(), Fail(503)])
 async def test_a_reply_that_breaks_off_is_sampled_at_the_other_server(failure: Any) -> None:
     async with two_servers() as (_, first, second):
