@@ -33,7 +33,7 @@ async def chat_stream(stack: Stack, key: AttemptKey) -> Gets:
         model="m", messages=HELLO, tools=[TOOL], stream=True
     ):
         state.handle_chunk(chunk)
-    return of_completion(state.get_final_completion())
+    return of_completion(state.current_completion_snapshot)
 
 
 async def responses(stack: Stack, key: AttemptKey) -> Gets:
@@ -42,7 +42,8 @@ async def responses(stack: Stack, key: AttemptKey) -> Gets:
 
 async def responses_stream(stack: Stack, key: AttemptKey) -> Gets:
     async with stack.client(key).responses.stream(model="m", input="hello") as stream:
-        return of_response(await stream.get_final_response())
+        last: Any = [event async for event in stream][-1]
+    return of_response(last.response)
 
 
 async def messages(stack: Stack, key: AttemptKey) -> Gets:
@@ -58,7 +59,7 @@ def of_completion(completion: ChatCompletion) -> Gets:
     (choice,) = completion.choices
     message, calls = choice.message, choice.message.tool_calls or ()
     extra = message.model_extra or {}
-    reasoning = extra.get("reasoning_content") or extra.get("reasoning") or ""
+    reasoning = "".join(extra.get(name) or "" for name in ("reasoning_content", "reasoning"))
     arguments = [json.loads(call.function.arguments) for call in calls if call.type == "function"]
     return message.content or message.refusal or "", reasoning, arguments
 

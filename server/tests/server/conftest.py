@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 
+import anthropic
+import openai
 import pytest
 from memory_store import MemoryStore
 from testing_aids import fast_clients
 
+from agl_core.types import AttemptKey
 from agl_server.testing import Stack, running_stack
+
+from .server_aids import client_of
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,6 +27,24 @@ def clients() -> Iterator[None]:
 async def stack() -> AsyncIterator[Stack]:
     async with running_stack(store=MemoryStore()) as running:
         yield running
+
+
+@pytest.fixture
+async def key(stack: Stack) -> AttemptKey:
+    """An attempt on the stack."""
+    return await stack.lease()
+
+
+@pytest.fixture
+def client(stack: Stack, key: AttemptKey) -> openai.AsyncOpenAI:
+    """The attempt's client."""
+    return stack.client(key)
+
+
+@pytest.fixture
+def claude(stack: Stack, key: AttemptKey) -> anthropic.AsyncAnthropic:
+    """The attempt's client of Anthropic's API."""
+    return client_of(stack, key)
 
 
 @pytest.fixture

@@ -11,12 +11,13 @@ from urllib.parse import quote
 import httpx2
 import openai
 import pytest
+from openai import AsyncOpenAI
 
 import agl_core
 from agl_core.capture.requests import HEADER_AGENT
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Say
-from agl_core.types import CreditKind, DropReason, Ending, Episode, Mode, Sampling
+from agl_core.types import AttemptKey, CreditKind, DropReason, Ending, Episode, Mode, Sampling
 from agl_core.wire import CloseRequest
 from agl_server.testing import LeasedAttempt, Stack, running_stack, until
 
@@ -50,10 +51,9 @@ async def test_only_the_clients_marker_makes_an_equal_request_a_retry_which_gets
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_KEPT", 2), ("MAX_RETRIED", 2), ("MAX_KEPT_BYTES", 6500)])
 async def test_replies_are_kept_for_the_latest_calls(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+    stack: Stack, key: AttemptKey, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     monkeypatch.setattr(f"agl_core.apis.answered.{limit}", value)
-    key = await stack.lease()
     stack.upstream.script(*(Say(1000 * "x") for _ in range(10)))
 
     async def ask(number: int, tries: int = 0) -> str:
@@ -65,12 +65,11 @@ async def test_replies_are_kept_for_the_latest_calls(
     assert await ask(0, tries=1) != ids[0], "asked so late it is a call of its own"
 
 
-async def test_a_call_that_ends_after_its_attempt_is_late(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_a_call_that_ends_after_its_attempt_is_late(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
     hold = Hold()
-    await stack.client(key).chat.completions.create(**GOOD)
+    await client.chat.completions.create(**GOOD)
     stack.upstream.script(hold)
-    asking = asyncio.ensure_future(stack.client(key).chat.completions.create(**GOOD))
+    asking = asyncio.ensure_future(client.chat.completions.create(**GOOD))
     await hold.arrived.wait()
     assert (await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.TIMED_OUT))).counted
     hold.release.set()
@@ -79,7 +78,7 @@ async def test_a_call_that_ends_after_its_attempt_is_late(stack: Stack) -> None:
     assert raised.value.status_code == 410
     assert [call.late for call in await stack.calls(key)] == [False, True]
     with pytest.raises(openai.APIStatusError, match="is closed"):
-        await stack.client(key).chat.completions.create(**GOOD)
+        await client.chat.completions.create(**GOOD)
     assert len(stack.upstream.received) == 2
 
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 from aiohttp import web
 from memory_store import MemoryStore
+from openai import AsyncOpenAI
 
 from agl_core.apis.errors import ENGINE_FAILED
 from agl_core.capture.requests import HEADER_ROLLOUT
@@ -35,8 +36,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-async def test_bodies_that_are_no_json_object(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_bodies_that_are_no_json_object(stack: Stack, key: AttemptKey) -> None:
     for body in (b"", b"{", b"[]", b"3", b'{"temperature": NaN}', b"\xff"):
         response = await post(stack, key, body)
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json"), body
@@ -57,8 +57,7 @@ async def test_the_agents_key_is_checked(stack: Stack) -> None:
         await stack.client(key, api_key="nonsense").chat.completions.create(**GOOD)
 
 
-async def test_a_call_must_belong_to_a_rollout(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_a_call_must_belong_to_a_rollout(stack: Stack, key: AttemptKey) -> None:
     with pytest.raises(openai.AuthenticationError, match=r"context\.base_url and context\.api_key"):
         await stack.client().chat.completions.create(**GOOD)
     for unknown in (AttemptKey("nobody", 0), AttemptKey(key.rollout, 5)):
@@ -74,12 +73,11 @@ async def test_a_call_must_belong_to_a_rollout(stack: Stack) -> None:
     assert stack.upstream.received == []
 
 
-async def test_unknown_routes_say_what_there_is(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_unknown_routes_say_what_there_is(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
-        await stack.client(key).files.list()
+        await client.files.list()
     with pytest.raises(openai.NotFoundError, match=r"POST /v1/chat/completions, /v1/responses"):
-        await stack.client(key).responses.compact(model="default", input="x")
+        await client.responses.compact(model="default", input="x")
     response = await post(stack, key, route="models")
     assert response.status_code == 405
     assert "does not serve POST" in error_of(response)["message"]
@@ -111,8 +109,7 @@ FAILURES: list[tuple[Any, int, str]] = [
 ]
 
 
-async def test_upstream_failures_become_clear_errors(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_upstream_failures_become_clear_errors(stack: Stack, key: AttemptKey) -> None:
     for (step, status, says), route in itertools.product(FAILURES, ("chat/completions", "responses")):
         stack.upstream.script(step)
         response = await post(stack, key, SMALLEST[route], route)
@@ -130,13 +127,12 @@ async def test_an_upstream_that_hangs_is_given_up() -> None:
         assert "did not answer" in error_of(response)["message"]
 
 
-async def test_context_overflow_is_recognised_and_counted(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_context_overflow_is_recognised_and_counted(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
     own_words = Fail(400, {"error": {"message": "too long", "type": "x", "code": "context_length_exceeded"}})
     for step in (OVERFLOW, own_words):
         stack.upstream.script(step)
         with pytest.raises(openai.BadRequestError) as raised:
-            await stack.client(key).chat.completions.create(**GOOD)
+            await client.chat.completions.create(**GOOD)
         assert raised.value.code == "context_length_exceeded"
     assert open_attempt(stack.server.queue, key).context_overflows == 2
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.CRASHED, error="BadRequestError"))
@@ -155,15 +151,14 @@ DEAD_ENGINE = Fail(500, {"error": {"message": "vLLM cannot answer: EngineCore is
 )
 @pytest.mark.parametrize("came_back", [False, True])
 async def test_an_agent_that_broke_or_gave_up_because_the_model_server_failed_is_lost(
-    stack: Stack, failure: Step, reported: Ending, came_back: bool
+    stack: Stack, key: AttemptKey, client: AsyncOpenAI, failure: Step, reported: Ending, came_back: bool
 ) -> None:
     """It had acted, so its end would be data; once a call is answered again, it is."""
-    key = await stack.lease()
-    await stack.client(key).chat.completions.create(**GOOD)
+    await client.chat.completions.create(**GOOD)
     stack.upstream.script(failure)
     assert (await post(stack, key)).status_code == 502
     if came_back:
-        await stack.client(key).chat.completions.create(**GOOD)
+        await client.chat.completions.create(**GOOD)
     closed = await stack.server.queue.close_attempt(key, CloseRequest(ending=reported, error="502"))
     assert closed.counted is came_back
     [attempt] = await stack.store.attempts(key.rollout)
@@ -171,11 +166,10 @@ async def test_an_agent_that_broke_or_gave_up_because_the_model_server_failed_is
 
 
 async def test_a_store_that_fails_costs_the_reply_and_not_the_policy(
-    stack: Stack, caplog: pytest.LogCaptureFixture
+    stack: Stack, key: AttemptKey, client: AsyncOpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client may ask again; an agent that breaks of it has not failed its task: the rollout is tried again."""
-    key = await stack.lease()
-    await stack.client(key).chat.completions.create(**GOOD)
+    await client.chat.completions.create(**GOOD)
     stack.store.failing = True
     response = await post(stack, key)
     assert (response.status_code, error_of(response)["code"]) == (503, "store_failed")
@@ -315,25 +309,22 @@ async def stack(other: OtherServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 
 
 async def test_embeddings_are_passed_on_with_a_key_of_their_own_and_not_recorded(
-    stack: Stack, other: OtherServer
+    stack: Stack, key: AttemptKey, client: AsyncOpenAI, other: OtherServer
 ) -> None:
-    key = await stack.lease()
-    reply = await stack.client(key).embeddings.create(model="embedder", input="hello", encoding_format="float")
+    reply = await client.embeddings.create(model="embedder", input="hello", encoding_format="float")
     assert reply.data[0].embedding == [0.25, 0.5]
     [received] = other.received
     assert received.headers["Authorization"] == "Bearer key-of-the-other"
     assert stack.key(key) not in str(received.headers)
     with pytest.raises(openai.NotFoundError, match="no such model") as raised:
-        await stack.client(key).embeddings.create(model="unknown", input="x")
+        await client.embeddings.create(model="unknown", input="x")
     assert raised.value.code == "model_not_found", "its errors are passed on, too"
     assert (await stack.calls(key), stack.upstream.received) == ([], [])
-    await stack.client(key).chat.completions.create(**GOOD)
+    await client.chat.completions.create(**GOOD)
     assert (await closed(stack, key)).passed_through == {"embeddings": 2}
 
 
-async def test_speech_is_streamed_and_transcriptions_are_uploaded(stack: Stack, other: OtherServer) -> None:
-    key = await stack.lease()
-    client = stack.client(key)
+async def test_speech_is_streamed_and_transcriptions_are_uploaded(client: AsyncOpenAI, other: OtherServer) -> None:
     speech = client.audio.speech.with_streaming_response.create(model="tts", voice="alloy", input="hello")
     async with speech as reply:
         assert reply.headers["content-type"] == "audio/mpeg"
@@ -343,8 +334,7 @@ async def test_speech_is_streamed_and_transcriptions_are_uploaded(stack: Stack, 
     assert other.transcribed == [("said.mp3", SOUND, "stt")]
 
 
-async def test_only_models_that_answer_calls_are_described(stack: Stack, other: OtherServer) -> None:
-    client = stack.client(await stack.lease())
+async def test_only_models_that_answer_calls_are_described(client: AsyncOpenAI, other: OtherServer) -> None:
     assert (await client.models.retrieve("default")).owned_by == "agl"
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("org/model:free")

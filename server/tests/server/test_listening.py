@@ -251,8 +251,7 @@ def message_of(response: httpx.Response) -> str:
     return message
 
 
-async def test_bodies_that_are_too_large(stack: Stack, http: httpx.AsyncClient) -> None:
-    key = await stack.lease()
+async def test_bodies_that_are_too_large(stack: Stack, key: AttemptKey, http: httpx.AsyncClient) -> None:
     piece = b" " * (1 << 20)
 
     async def in_pieces() -> AsyncIterator[bytes]:
@@ -275,10 +274,9 @@ async def test_bodies_that_are_too_large(stack: Stack, http: httpx.AsyncClient) 
 
 
 async def test_bodies_with_too_many_values_are_refused_before_they_are_parsed(
-    stack: Stack, http: httpx.AsyncClient
+    stack: Stack, key: AttemptKey, http: httpx.AsyncClient
 ) -> None:
     """What stands in strings is no value."""
-    key = await stack.lease()
     url, body, headers = next(routes(stack, key))
     text = body % (b'"' + b'{[,\\"' * MAX_VALUES + b'"')
     assert (await http.post(url, content=text, headers=headers)).status_code == 200
@@ -368,8 +366,7 @@ async def test_gzip_bodies_of_agents_are_inflated_up_to_the_limit(stack: Stack, 
     assert len(await stack.calls(key)) == len(BODIES)
 
 
-async def test_numbers_in_headers_may_have_any_length(stack: Stack, http: httpx.AsyncClient) -> None:
-    key = await stack.lease()
+async def test_numbers_in_headers_may_have_any_length(stack: Stack, key: AttemptKey, http: httpx.AsyncClient) -> None:
     digits = "9" * 5000
     headers = {"authorization": f"Bearer {stack.server.keys.of_attempt(key)}"}
     url, body = f"{stack.url(key)}/chat/completions", BODIES["/v1/chat/completions"] % b"{}"
@@ -412,8 +409,7 @@ def test_a_reply_comes_in_one_piece_from_the_loop_of_production() -> None:
     run(serve())
 
 
-async def test_requests_sent_at_once_are_answered_in_their_order(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_requests_sent_at_once_are_answered_in_their_order(stack: Stack, key: AttemptKey) -> None:
     token, path = stack.key(key), f"{rollout_path(*key)}/v1/chat/completions"
     async with connected(stack) as (reader, writer):
         writer.write(request(token, path) + request(token, "/v1/nothing") + request(token, path, "Connection: close"))

@@ -54,8 +54,7 @@ async def streamed(stack: Stack, key: AttemptKey, route: str = "chat/completions
 
 
 @every_route
-async def test_what_is_recorded_is_what_would_have_come_whole(stack: Stack, route: str) -> None:
-    key = await stack.lease()
+async def test_what_is_recorded_is_what_would_have_come_whole(stack: Stack, key: AttemptKey, route: str) -> None:
     for own in OWN.values():
         stack.upstream.script(*[reply(own, stop_reason="END")] * 2)
         await post(stack, key, REQUESTS[route], route)
@@ -140,9 +139,8 @@ async def message_error(stack: Stack, key: AttemptKey) -> str:
     ("failure", "says"), [(Drop(after=3), "broke off"), (Fail(500, after=3), "scripted failure"), (None, "not record")]
 )
 async def test_what_fails_after_the_first_event_ends_in_the_apis_own_error(
-    stack: Stack, error_of: Any, failure: Any, says: str
+    stack: Stack, key: AttemptKey, error_of: Any, failure: Any, says: str
 ) -> None:
-    key = await stack.lease()
     if failure is None:
         stack.store.failing = True
     else:
@@ -157,8 +155,7 @@ async def test_what_fails_after_the_first_event_ends_in_the_apis_own_error(
     assert "[DONE]" in await streamed(stack, key)
 
 
-async def test_what_fails_before_the_first_event_has_a_status(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_what_fails_before_the_first_event_has_a_status(stack: Stack, key: AttemptKey) -> None:
     for failure, status in ((Fail(429), 429), (Drop(), 502), (Raw(b"{}"), 502)):
         stack.upstream.script(failure)
         assert (await post(stack, key, {**GOOD, "stream": True})).status_code == status

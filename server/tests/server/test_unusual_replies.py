@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anthropic import AsyncAnthropic
 from hypothesis import given
 from hypothesis import strategies as st
+from openai import AsyncOpenAI
 
 from agl_core.apis import answered
 from agl_core.apis.answered import SentMessages
@@ -27,7 +29,7 @@ from agl_server.store.codec import Pieces, encode
 from agl_server.testing import Stack
 
 from .all_clients import Ask, every_client
-from .server_aids import HELLO, client_of, closed
+from .server_aids import HELLO, closed
 
 IDS = [7, 8, 9]
 ABSENT: Any = object()
@@ -119,7 +121,7 @@ async def test_a_message_reaches_every_client(
     ],
 )
 async def test_whatever_a_response_ended_by(
-    stack: Stack, ask: Ask, word: Any, reason: FinishReason, dropped: DropReason | None
+    stack: Stack, key: AttemptKey, ask: Ask, word: Any, reason: FinishReason, dropped: DropReason | None
 ) -> None:
     """It reaches the agent; what the model server broke off is not trained on: the policy did not end it.
 
@@ -127,7 +129,6 @@ async def test_whatever_a_response_ended_by(
     """
     if word in (None, ABSENT) and ask.__name__.endswith("_stream"):
         reason, dropped = FinishReason.ABORTED, DropReason.ABORTED
-    key = await stack.lease()
     stack.upstream.script(reply({"content": "Hello"}, word))
     assert (await ask(stack, key))[0] == "Hello"
     call = await recorded(stack, key)
@@ -171,27 +172,24 @@ async def test_a_prompt_that_was_cut_is_marked(stack: Stack, words: int, is_cut:
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
-async def test_no_tools_are_offered_in_one_way(stack: Stack, choice: Any) -> None:
-    key = await stack.lease()
+async def test_no_tools_are_offered_in_one_way(stack: Stack, client: AsyncOpenAI, choice: Any) -> None:
     for tools in ({}, {"tools": []}):
-        await stack.client(key).chat.completions.create(model="m", messages=HELLO, **tools, **(choice if tools else {}))
+        await client.chat.completions.create(model="m", messages=HELLO, **tools, **(choice if tools else {}))
     bare, empty = ({k: v for k, v in received.body.items() if k != "seed"} for received in stack.upstream.received)
     assert empty == bare
     for ask in (
-        stack.client(key).responses.create(model="m", input="hello", tools=[], **choice),
-        stack.client(key).chat.completions.create(model="m", messages=HELLO, **choice),
+        client.responses.create(model="m", input="hello", tools=[], **choice),
+        client.chat.completions.create(model="m", messages=HELLO, **choice),
     ):
         await ask
         assert not {"tools", "tool_choice"} & stack.upstream.received[-1].body.keys()
 
 
-async def test_a_cut_reply_is_told_as_one(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_a_cut_reply_is_told_as_one(stack: Stack, client: AsyncOpenAI, claude: AsyncAnthropic) -> None:
     stack.upstream.script(*[reply({"content": "Hel"}, "abort")] * 3)
-    client = stack.client(key)
     assert (await client.chat.completions.create(model="m", messages=HELLO)).choices[0].finish_reason == "length"
     assert (await client.responses.create(model="m", input="hello")).status == "incomplete"
-    async with client_of(stack, key) as other:
+    async with claude as other:
         assert (await other.messages.create(model="m", max_tokens=9, messages=HELLO)).stop_reason == "max_tokens"
 
 

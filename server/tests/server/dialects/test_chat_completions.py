@@ -14,6 +14,7 @@ from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from memory_store import MemoryStore
 from obedient import obey
+from openai import AsyncOpenAI
 from running_servers import stack_in_thread
 
 from agl_core.capture.requests import HEADER_POLICY
@@ -29,16 +30,15 @@ def as_ids(text: str) -> list[int]:
     return [*text.encode(), END_TOKEN]
 
 
-async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_logprobs_go_to_clients_that_ask(stack: Stack, client: AsyncOpenAI) -> None:
     stack.upstream.script(*[Say("ab" * 100)] * 2)
     request: dict[str, Any] = {"model": "default", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
-    reply = await stack.client(key).chat.completions.create(**request)
+    reply = await client.chat.completions.create(**request)
     content = reply.choices[0].logprobs.content or []
     assert [token.logprob for token in content] == [logprob(token) for token in as_ids("ab" * 100)]
     assert len(content[0].top_logprobs) == 2
     streamed = []
-    async for chunk in await stack.client(key).chat.completions.create(**request, stream=True):
+    async for chunk in await client.chat.completions.create(**request, stream=True):
         if chunk.choices[0].logprobs:
             streamed += chunk.choices[0].logprobs.content or []
     assert streamed == content
@@ -89,8 +89,7 @@ async def test_the_version_is_the_engines_the_headers_or_the_trainers(stack: Sta
     assert await ask() == 9
 
 
-async def test_what_the_engine_tells_is_recorded(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_what_the_engine_tells_is_recorded(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
     stack.upstream.script(Say("ab"))
     engine_fields = {
         "version": 1,
@@ -100,7 +99,7 @@ async def test_what_the_engine_tells_is_recorded(stack: Stack) -> None:
         "choices": [{"mask": [True, False, True], "parse_error": "no closing brace"}],
     }
     stack.upstream.more = {"agl": engine_fields}
-    await stack.client(key).chat.completions.create(**GOOD)
+    await client.chat.completions.create(**GOOD)
     (call,) = await stack.calls(key)
     assert (call.prefilled, call.reused, call.prefix_broken) == (10, 20, "edited")
     assert call.choices[0].mask.tolist() == [True, False, True]
@@ -123,8 +122,7 @@ async def test_log_probabilities_that_do_not_fit_the_ids_are_not_recorded(stack:
     assert call.choices[0].logprobs is None
 
 
-async def test_the_reply_waits_for_the_commit(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_the_reply_waits_for_the_commit(stack: Stack, key: AttemptKey) -> None:
     store: MemoryStore = stack.store
     for ask in (whole, last_event):
         store.writable.clear()
@@ -180,10 +178,8 @@ async def test_each_choice_has_its_text_and_the_ids_and_prompt_logprobs_that_are
     assert (stream_of_prompt.status_code, stream_of_prompt.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
-async def test_calls_of_one_reply_can_be_told_apart(stack: Stack) -> None:
+async def test_calls_of_one_reply_can_be_told_apart(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
     """Some endpoints give several calls of a reply the same id; agents join results to calls by it."""
-    key = await stack.lease()
-    client = stack.client(key)
     calls = [call("call_0", "add", '{"a": 1}'), call("call_0", "add", '{"a": 2}')]
     stack.upstream.script(reply({"role": "assistant", "content": None, "tool_calls": calls}))
     message = (await client.chat.completions.create(**GOOD)).choices[0].message
@@ -199,9 +195,8 @@ async def test_calls_of_one_reply_can_be_told_apart(stack: Stack) -> None:
     ]
 
 
-async def test_half_a_surrogate_pair_is_no_reason_to_refuse_an_episode(stack: Stack) -> None:
+async def test_half_a_surrogate_pair_is_no_reason_to_refuse_an_episode(stack: Stack, key: AttemptKey) -> None:
     """A tool that cuts a text in the middle of an emoji writes one, and every later request repeats it."""
-    key = await stack.lease()
     for route, body in SMALLEST.items():
         content = json.dumps(body).replace("hello", "a\\ud83c").encode()
         assert (await post(stack, key, content, route)).status_code == 200, route

@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.learning.transitions import grammar_of
 from agl_core.testing.upstream import END_TOKEN, logprob
-from agl_core.types import FinishReason, Mode
+from agl_core.types import AttemptKey, FinishReason, Mode
 from agl_server.testing import Stack
 
 from ..server_aids import HELLO, OWN, chunks_of, events_of, extras, post, reply
@@ -157,8 +157,7 @@ async def ask(stack: Stack, key: Any, name: str, *changes: dict[str, Any]) -> li
 
 
 @every_api
-async def test_a_call_is_recorded_exactly_as_sampled(stack: Stack, name: str) -> None:
-    key = await stack.lease()
+async def test_a_call_is_recorded_exactly_as_sampled(stack: Stack, key: AttemptKey, name: str) -> None:
     stack.upstream.script(reply(OWN["text"]))
     (answer,) = await ask(stack, key, name, {"metadata": {"a": "b"}})
     (call,) = await stack.calls(key)

@@ -7,9 +7,10 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from anthropic import AsyncAnthropic
 
 from agl_core.testing.scripts import CallTools, Fail, Raw
-from agl_core.types import ToolStatus
+from agl_core.types import AttemptKey, ToolStatus
 from agl_server.testing import Stack
 
 from ..server_aids import HELLO, OVERFLOW, OWN, client_of, closed, forwarded, reply
@@ -18,8 +19,7 @@ BASE: dict[str, Any] = {"model": "m", "max_tokens": 100}
 GOOD: dict[str, Any] = {**BASE, "messages": HELLO}
 
 
-async def test_stop_reasons(stack: Stack) -> None:
-    client = client_of(stack, await stack.lease())
+async def test_stop_reasons(stack: Stack, claude: AsyncAnthropic) -> None:
     called = OWN["one call"]
     for step, reason in (
         (reply(OWN["text"], "length"), "max_tokens"),
@@ -32,8 +32,8 @@ async def test_stop_reasons(stack: Stack) -> None:
         (reply({"role": "assistant", "content": None, "refusal": "No."}), "refusal"),
     ):
         stack.upstream.script(step, step)
-        message = await client.messages.create(**GOOD)
-        async with client.messages.stream(**GOOD) as stream:
+        message = await claude.messages.create(**GOOD)
+        async with claude.messages.stream(**GOOD) as stream:
             final = await stream.get_final_message()
         assert message.stop_reason == final.stop_reason == reason
         assert message.stop_sequence == final.stop_sequence == ("END" if reason == "stop_sequence" else None)
@@ -61,9 +61,7 @@ async def test_the_key_is_taken_from_either_header(stack: Stack, monkeypatch: py
     assert len(await stack.calls(key)) == 3
 
 
-async def test_errors_are_anthropics(stack: Stack) -> None:
-    key = await stack.lease()
-    client = client_of(stack, key)
+async def test_errors_are_anthropics(stack: Stack, key: AttemptKey, claude: AsyncAnthropic) -> None:
     for step, status, kind in (
         (OVERFLOW, 400, "invalid_request_error"),
         (Fail(429), 429, "rate_limit_error"),
@@ -72,11 +70,11 @@ async def test_errors_are_anthropics(stack: Stack) -> None:
     ):
         stack.upstream.script(step)
         with pytest.raises(anthropic.APIStatusError) as raised:
-            await client.messages.create(**GOOD)
+            await claude.messages.create(**GOOD)
         assert (raised.value.status_code, raised.value.type) == (status, kind)
         assert ("prompt is too long" in str(raised.value)) == (step is OVERFLOW)
     with pytest.raises(anthropic.NotFoundError, match="does not serve GET") as unknown:
-        await client.messages.batches.list()
+        await claude.messages.batches.list()
     assert unknown.value.type == "not_found_error"
     with pytest.raises(anthropic.NotFoundError, match="without it, as Anthropic's"):
         await client_of(stack, key, base_url=f"{stack.url(key)}/v2").messages.create(**GOOD)
@@ -114,26 +112,23 @@ async def test_an_echo_is_the_upstreams_own_message(stack: Stack, streamed: bool
         assert (await stack.calls(key))[-1].request["messages"] == wanted, name
 
 
-async def test_numbers_that_another_language_writes_otherwise(stack: Stack) -> None:
+async def test_numbers_that_another_language_writes_otherwise(stack: Stack, claude: AsyncAnthropic) -> None:
     """JavaScript makes 1 of 1.0 and sorts nothing; the reply is recognised all the same."""
     own = OWN["spacing, order, escapes, floats"]
-    client = client_of(stack, await stack.lease())
     stack.upstream.script(reply(own))
-    await client.messages.create(**BASE, messages=HELLO)
+    await claude.messages.create(**BASE, messages=HELLO)
     block = {"type": "tool_use", "id": "c1", "name": "f", "input": {"b": {}, "a": [100, "é", None, True], "z": 1}}
     echo: Any = [*HELLO, {"role": "assistant", "content": [block]}, *HELLO]
-    await client.messages.create(**BASE, messages=echo)
+    await claude.messages.create(**BASE, messages=echo)
     assert forwarded(stack)[1] == own
     block["input"] = {"z": 2}
-    await client.messages.create(**BASE, messages=echo)
+    await claude.messages.create(**BASE, messages=echo)
     assert forwarded(stack)[1]["tool_calls"][0]["function"]["arguments"] == '{"z": 2}'
 
 
-async def test_what_tools_gave_is_an_tool_result(stack: Stack) -> None:
-    key = await stack.lease()
-    client = client_of(stack, key)
+async def test_what_tools_gave_is_an_tool_result(stack: Stack, key: AttemptKey, claude: AsyncAnthropic) -> None:
     stack.upstream.script(CallTools([("add", {"n": number}) for number in range(6)]))
-    message = await client.messages.create(**BASE, messages=HELLO)
+    message = await claude.messages.create(**BASE, messages=HELLO)
     contents: list[dict[str, Any]] = [
         {"content": "no such city", "is_error": True},
         {"content": [{"type": "text", "text": "it timed"}, {"type": "text", "text": " out"}], "is_error": True},
@@ -147,7 +142,7 @@ async def test_what_tools_gave_is_an_tool_result(stack: Stack) -> None:
         for block, content in zip(message.content, contents, strict=True)
     ]
     answer: Any = {"role": "user", "content": [*results, {"type": "text", "text": "and now?"}]}
-    await client.messages.create(**BASE, messages=[*HELLO, {"role": "assistant", "content": message.content}, answer])
+    await claude.messages.create(**BASE, messages=[*HELLO, {"role": "assistant", "content": message.content}, answer])
     first, second = (await closed(stack, key)).transitions
     assert [result.status for result in first.tool_results] == [
         ToolStatus.ERROR,

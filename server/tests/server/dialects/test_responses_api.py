@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai import AsyncOpenAI
 
 from agl_core.capture.requests import HEADER_IGNORED
 from agl_core.testing.scripts import CallTools, Say
@@ -40,9 +41,7 @@ def tool_messages(own: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-async def test_a_reply_that_was_cut_short_is_incomplete(stack: Stack) -> None:
-    key = await stack.lease()
-    client = stack.client(key)
+async def test_a_reply_that_was_cut_short_is_incomplete(client: AsyncOpenAI) -> None:
     response = await client.responses.create(**GOOD, max_output_tokens=4)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.output_text == "You "
@@ -50,20 +49,19 @@ async def test_a_reply_that_was_cut_short_is_incomplete(stack: Stack) -> None:
     assert events[-1].type == "response.incomplete"
 
 
-async def test_logprobs_go_to_clients_that_ask(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_logprobs_go_to_clients_that_ask(stack: Stack, client: AsyncOpenAI) -> None:
     stack.upstream.script(*[Say("ab")] * 2)
     request: dict[str, Any] = {**GOOD, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    response = await stack.client(key).responses.create(**request)
+    response = await client.responses.create(**request)
     part: Any = response.output[0]
     logprobs = part.content[0].logprobs
     assert [token.logprob for token in logprobs] == [logprob(token) for token in [*b"ab", END_TOKEN]]
     assert len(logprobs[0].top_logprobs) == 2
-    streamed = [event async for event in await stack.client(key).responses.create(**request, stream=True)]
+    streamed = [event async for event in await client.responses.create(**request, stream=True)]
     deltas = [event for event in streamed if event.type == "response.output_text.delta"]
     assert [token.logprob for delta in deltas for token in delta.logprobs] == [token.logprob for token in logprobs]
     assert streamed[-1].response.output[0].content == part.content
-    plain: Any = (await stack.client(key).responses.create(**GOOD)).output[0]
+    plain: Any = (await client.responses.create(**GOOD)).output[0]
     assert plain.content[0].logprobs == []
 
 
@@ -97,8 +95,7 @@ async def test_a_reply_comes_back_as_the_upstreams_own_message(stack: Stack, str
             assert HEADER_IGNORED not in raw.headers
 
 
-async def test_replies_whose_tool_calls_have_the_same_ids_stay_apart(stack: Stack) -> None:
-    client = stack.client(await stack.lease())
+async def test_replies_whose_tool_calls_have_the_same_ids_stay_apart(stack: Stack, client: AsyncOpenAI) -> None:
     first, second = ({"role": "assistant", "content": None, "tool_calls": [call("call_0", "add", a)]} for a in "12")
     items: list[Any] = [user()]
     for own in (first, second):
@@ -110,8 +107,7 @@ async def test_replies_whose_tool_calls_have_the_same_ids_stay_apart(stack: Stac
     assert forwarded(stack) == [user(), first, *tool_messages(first), second, *tool_messages(second)]
 
 
-async def test_each_earlier_response_can_be_continued(stack: Stack) -> None:
-    client = stack.client(await stack.lease())
+async def test_each_earlier_response_can_be_continued(stack: Stack, client: AsyncOpenAI) -> None:
     ids: list[Any] = [None]
     for turn in range(3):
         stack.upstream.script(Say(f"a{turn}"))
@@ -124,8 +120,7 @@ async def test_each_earlier_response_can_be_continued(stack: Stack) -> None:
     assert [message["content"] for message in forwarded(stack)] == ["q0", "a0", "other"]
 
 
-async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack) -> None:
-    client = stack.client(await stack.lease())
+async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack, client: AsyncOpenAI) -> None:
     unstored = await client.responses.create(model="m", input="x", store=False)
     referred: Any = {"type": "item_reference", "id": unstored.output[0].id}
     await client.responses.create(model="m", input=[user(), referred, user()])
@@ -140,10 +135,9 @@ async def test_a_response_of_elsewhere_cannot_be_continued(stack: Stack) -> None
 
 
 async def test_a_message_that_is_forgotten_with_one_reply_is_still_known_of_another(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agl_core.apis.answered.MAX_KEPT", 2)
-    client = stack.client(await stack.lease())
     for _ in range(4):
         stack.upstream.script(reply(PARALLEL))
         response = await client.responses.create(model="m", input=[user()])
@@ -174,10 +168,8 @@ async def test_parallel_calls_stay_together_however_they_come_back(stack: Stack)
         assert forwarded(stack) == [user(), PARALLEL, *tool_messages(PARALLEL)]
 
 
-async def test_calls_are_told_apart_by_reply(stack: Stack) -> None:
+async def test_calls_are_told_apart_by_reply(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
     """A text, and then calls of the next reply: two messages, though nothing stands between them."""
-    key = await stack.lease()
-    client = stack.client(key)
     stack.upstream.script(Say("one"), CallTools([("add", {})]))
     first = await client.responses.create(model="m", input=[user()])
     second = await client.responses.create(model="m", input=[user(), *first.output])
@@ -190,20 +182,18 @@ async def test_calls_are_told_apart_by_reply(stack: Stack) -> None:
     ]
 
 
-async def test_an_edited_echo_is_what_the_agent_says(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_an_edited_echo_is_what_the_agent_says(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
     stack.upstream.script(reply(OWN["spacing, order, escapes, floats"]))
-    response = await stack.client(key).responses.create(model="m", input=[user()])
+    response = await client.responses.create(model="m", input=[user()])
     item: Any = response.output[0].model_dump(exclude_unset=True)
     edited = {**item, "arguments": '{"a": 2}'}
-    await stack.client(key).responses.create(model="m", input=[user(), edited, *outputs(response)])
+    await client.responses.create(model="m", input=[user(), edited, *outputs(response)])
     assert forwarded(stack)[1]["tool_calls"] == [call("c1", "f", '{"a": 2}')]
     own = (await stack.calls(key))[0].choices[0].message["tool_calls"]
     assert own == OWN["spacing, order, escapes, floats"]["tool_calls"]
 
 
-async def test_content_is_passed_on_in_parts(stack: Stack) -> None:
-    client = stack.client(await stack.lease())
+async def test_content_is_passed_on_in_parts(stack: Stack, client: AsyncOpenAI) -> None:
     image = "data:image/png;base64,AAAA"
     parts: list[Any] = [
         {"role": "developer", "content": [{"type": "input_text", "text": "one"}]},
@@ -232,8 +222,7 @@ async def test_content_is_passed_on_in_parts(stack: Stack) -> None:
     ]
 
 
-async def test_reasoning_without_its_text_is_the_replys_own_or_left_out(stack: Stack) -> None:
-    client = stack.client(await stack.lease())
+async def test_reasoning_without_its_text_is_the_replys_own_or_left_out(stack: Stack, client: AsyncOpenAI) -> None:
     own = OWN["reasoning"]
     stack.upstream.script(reply(own))
     response: Any = await client.responses.create(model="m", input=[user()], store=False)
@@ -265,8 +254,7 @@ async def test_an_item_of_another_attempt_is_not_known(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, streamed: bool) -> None:
-    client = stack.client(await stack.lease())
+async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, client: AsyncOpenAI, streamed: bool) -> None:
     request: dict[str, Any] = {"model": "m", "input": [user()], "instructions": "Be brief."}
     response = await ask(client, streamed, **request)
     assert await client.responses.retrieve(response.id) == response

@@ -7,15 +7,17 @@ from typing import Any, get_args, get_type_hints
 
 import openai
 import pytest
+from anthropic import AsyncAnthropic
 from anthropic.types.beta import BetaMemoryTool20250818Command
 from anthropic.types.beta.message_create_params import MessageCreateParamsBase
+from openai import AsyncOpenAI
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from agl_core.capture.requests import HEADER_IGNORED
 from agl_core.learning.batch import left_out
 from agl_core.testing.scripts import CallTools, Fail, Say
-from agl_core.types import DropReason, Mode
+from agl_core.types import AttemptKey, DropReason, Mode
 from agl_server.health.rollouts import answer, health_of
 from agl_server.testing import Stack, running_stack
 
@@ -31,9 +33,7 @@ PDF = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
 USES_CUSTOM = reply({"role": "assistant", "content": None, "tool_calls": [CALLED]})
 
 
-async def test_hosted_tools_are_the_model_servers_affair(stack: Stack) -> None:
-    key = await stack.lease()
-    client = stack.client(key)
+async def test_hosted_tools_are_the_model_servers_affair(stack: Stack, client: AsyncOpenAI) -> None:
     stack.upstream.script(Say("found"), Fail(400, {"error": {"message": "no such tool."}}))
     response = await client.responses.create(**REQUEST, tools=[HOSTED], tool_choice={"type": "file_search"})
     assert response.output_text == "found"
@@ -192,8 +192,7 @@ async def test_what_tunes_anthropics_service_is_ignored_and_noted(
     await client.messages.create(model="claude", max_tokens=2048, messages=CLAUDE_CODES["messages"], thinking=thinking)
 
 
-async def test_what_tunes_openais_service_is_ignored_and_noted(stack: Stack) -> None:
-    client = stack.client(await stack.lease())
+async def test_what_tunes_openais_service_is_ignored_and_noted(client: AsyncOpenAI) -> None:
     request: Any = {"truncation": "auto", "context_management": [{"type": "compaction"}], "max_tool_calls": 3}
     raw = await client.responses.with_raw_response.create(**REQUEST, **request)
     assert raw.headers[HEADER_IGNORED] == "context_management, max_tool_calls, truncation"
@@ -202,10 +201,9 @@ async def test_what_tunes_openais_service_is_ignored_and_noted(stack: Stack) -> 
     assert HEADER_IGNORED not in plain.headers
 
 
-async def test_no_field_of_a_client_reaches_a_model_server_that_does_not_know_it(stack: Stack) -> None:
+async def test_no_field_of_a_client_reaches_a_model_server_that_does_not_know_it(stack: Stack, key: AttemptKey) -> None:
     """Each field of the clients' own types is translated, refused by name, ignored, or one of chat completions."""
     known = {*get_type_hints(CompletionCreateParamsBase), "stream", "top_k", "return_token_ids"}
-    key = await stack.lease()
     for route, params in (("messages", MessageCreateParamsBase), ("responses", ResponseCreateParamsBase)):
         for name in get_type_hints(params).keys() - SMALLEST[route].keys() - {"betas"}:
             for value in ("x", {"type": "x"}, [{"type": "x"}], 1):
@@ -240,10 +238,9 @@ async def test_tools_that_anthropic_defines_and_the_agent_runs(stack: Stack, kin
     assert "command" in tool["function"]["parameters"]["properties"]
 
 
-async def test_the_memory_tools_commands_are_the_clients_own(stack: Stack) -> None:
-    client = client_of(stack, await stack.lease())
+async def test_the_memory_tools_commands_are_the_clients_own(stack: Stack, claude: AsyncAnthropic) -> None:
     tools: Any = [{"type": "memory_20250818", "name": "memory"}]
-    await client.beta.messages.create(model="m", max_tokens=90, messages=HELLO, tools=tools)
+    await claude.beta.messages.create(model="m", max_tokens=90, messages=HELLO, tools=tools)
     schema = stack.upstream.received[0].body["tools"][0]["function"]["parameters"]
     commands = get_args(get_args(BetaMemoryTool20250818Command)[0])
     assert {*schema["properties"]} == {name for command in commands for name in command.model_fields}
@@ -252,8 +249,7 @@ async def test_the_memory_tools_commands_are_the_clients_own(stack: Stack) -> No
     }
 
 
-async def test_documents_images_and_results_of_searches_are_passed_on(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_documents_images_and_results_of_searches_are_passed_on(stack: Stack, claude: AsyncAnthropic) -> None:
     content: Any = [
         {"type": "document", "title": "T", "context": "C", "source": {"type": "text", "data": "D"}},
         {"type": "document", "source": {"type": "content", "content": "whole"}},
@@ -268,7 +264,7 @@ async def test_documents_images_and_results_of_searches_are_passed_on(stack: Sta
         {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "ok"}]},
         {"role": "user", "content": [FOUND_TOOL]},
     ]
-    raw = await client_of(stack, key).messages.with_raw_response.create(model="m", max_tokens=9, messages=messages)
+    raw = await claude.messages.with_raw_response.create(model="m", max_tokens=9, messages=messages)
     assert raw.headers[HEADER_IGNORED] == "citations, redacted_thinking"
     question, answered, tool = stack.upstream.received[0].body["messages"]
     assert [part["text"] for part in question["content"][:-3]] == ["T", "C", "D", "whole", "part", "S", "here", "hit"]
@@ -389,8 +385,7 @@ EVERYWHERE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("route", SMALLEST)
-async def test_what_cannot_be_read_or_served_is_refused(stack: Stack, route: str) -> None:
-    key = await stack.lease()
+async def test_what_cannot_be_read_or_served_is_refused(stack: Stack, key: AttemptKey, route: str) -> None:
     for change in [*REFUSED[route], *EVERYWHERE]:
         response = await post(stack, key, {**SMALLEST[route], **change}, route)
         body = response.json()
