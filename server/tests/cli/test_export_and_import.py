@@ -303,15 +303,10 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
         ({"question": "2 + 3?", "answer": "5"}, "a task and no conversation; train on it with [tasks.train]"),
         ({"question": "2 + 3?"}, "needs the key `input` or the name of another, for instance columns = {"),
         ({"prompt": "2 + 3?", "chosen": "5"}, "no `rejected` beside `chosen`"),
-        ({"messages": []}, "no assistant message"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no assistant message that follows"),
         ({"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
         ({"messages": [{"role": "user"}, {"role": "assistant"}]}, "neither 'content' nor 'tool_calls'"),
-        ({"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": "x"}]}, "messages.1.tool_calls"),
         ({**CONVERSATION, "reward": "good"}, "reward: "),
-        ({**CONVERSATION, "reward": 10**400}, "reward: "),
-        ({**CONVERSATION, "tools": "x"}, "tools: "),
-        ({**CONVERSATION, "id": [1]}, "id"),
         ({"transitions": []}, "lacks the field"),
     ],
 )
@@ -463,9 +458,8 @@ def test_an_exported_run_comes_back_with_its_rewards(run: Any) -> None:
     assert (run.folder / "twice").read_text() == (run.folder / "thrice").read_text()
 
 
-@pytest.mark.parametrize("bare", [False, True])
-def test_export_then_import_gives_the_same_episodes(tmp_path: Path, bare: bool) -> None:
-    """Of several agents, with choices of a call, tools by id and by span, rewards of calls and at the end; or bare."""
+def test_export_then_import_gives_the_same_episodes(tmp_path: Path) -> None:
+    """They have several agents, choices of a call, tools by id and by span, rewards of calls and at the end."""
     broken = make.choice(0, ["t0"], 5, mask=np.ones(5, np.bool_), parse_error="no brace")
     calls = [
         make.call(0, broken, make.choice(1), agent="a", state={"n": 1}, parent_span="s1"),
@@ -474,8 +468,7 @@ def test_export_then_import_gives_the_same_episodes(tmp_path: Path, bare: bool) 
         make.call(3, prompt_ids=None),
     ]
     tool_results = [make.tool_result("o1", "t0", result="4"), make.tool_result("o2", parent_span="s1")]
-    attempt = make.attempt(result=None if bare else "4")
-    built = build_episode(make.rollout(step=2), attempt, [] if bare else calls, [] if bare else tool_results)
+    built = build_episode(make.rollout(step=2), make.attempt(result="4"), calls, tool_results)
     transitions = tuple(
         replace(t, rewards=(Reward("r", 0, "of_call", n / 8, "rule", t.key.call, t.key.choice),) if n % 2 else ())
         for n, t in enumerate(built.transitions)

@@ -290,15 +290,6 @@ def test_broken_plugins_are_told_and_stop_only_what_needs_them(
     assert f"The plugin 'late' of agl-late 1.2 cannot be used ({BROKEN['late']})" in " ".join(refused.stderr.split())
 
 
-def test_version_and_help(agl: Agl) -> None:
-    from agl_core import __version__
-
-    assert agl("--version").stdout == f"agl {__version__}\n"
-    shown = agl("--help").stdout
-    for command in ("train", "eval", "rollouts", "show", "plugins"):
-        assert command in shown
-
-
 def test_help_imports_nothing_heavy() -> None:
     heavy = ("torch", "numpy", "pydantic", "httpx", "pluggy", "agl_core.types", "langchain_core", "starlette")
     code = (

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,35 +215,3 @@ def test_a_rollout_that_was_too_old_for_training_stays_out_of_its_group(run: Any
     assert "0 of 3 rollouts change; mean reward 0.666667 → 0.666667" in run.agl(*TRY).output
     changed = cells(run.agl(*TRY, "--set=rewards.right.bonus=1.0").output)
     assert changed.count(["1", "solver", "0", "dropped: stale"]) == 1
-
-
-def test_the_newest_run_of_the_name_or_the_one_of_the_file(run: Any) -> None:
-    other = run.folder / "runs" / "calc-2"
-    other.mkdir()
-    (other / "config.toml").write_bytes((run.folder / "runs" / "calc" / "config.toml").read_bytes())
-    (run.folder / "runs" / "calc-later").mkdir()
-    (run.folder / "runs" / "calc-later" / "config.toml").write_text("")
-    os.utime(other / "config.toml", (4e9, 4e9))
-
-    assert "calc-2" in str(run.agl(*TRY).exception)  # It has no store.
-    assert "recorded in: runs/calc\n" in run.agl(*TRY, "--run=runs/calc").output
-    assert "recorded in: runs/calc\n" in run.agl("reward", "try", "--yes", "runs/calc/config.toml").output
-
-
-async def test_it_runs_beside_the_run_that_writes_and_writes_nothing(run: Any) -> None:
-    before = contents(run.store)
-
-    async with SqliteStore(run.store):
-        result = await asyncio.to_thread(run.agl, *TRY, "--set=rewards.tools.worth=0.5")
-
-    assert result.exit_code == 0, result.exception
-    assert "3 of 3 rollouts change" in result.output
-    assert contents(run.store) == before
-
-
-def contents(path: Path) -> list[str]:
-    connection = sqlite3.connect(path)
-    try:
-        return list(connection.iterdump())
-    finally:
-        connection.close()

@@ -208,13 +208,6 @@ def test_doctor_finds_what_keeps_a_run_from_its_start(
     assert not (running.folder / "starts.txt").exists()
 
 
-def test_doctor_says_how_codex_reaches_the_run(running: Bench, doctor: Doctor) -> None:
-    running.script("codex", "true")
-    running.script("train.toml", CONFIG.replace('entry = "agent:solve"', 'command = "sh codex"'))
-    result = doctor("train.toml")
-    assert (result.returncode, 'wire_api = "responses"' in result.stdout) == (1, True), result.stdout
-
-
 BROKEN = {
     "a key that its input does not have": (
         ("return 3.0", "return task['question']"),

@@ -21,7 +21,7 @@ from agl_core.types import AttemptKey, CreditKind, DropReason, Ending, Episode, 
 from agl_core.wire import CloseRequest
 from agl_server.testing import LeasedAttempt, Stack, running_stack, until
 
-from .server_aids import GOOD, HELLO, clients_waiting, post
+from .server_aids import GOOD, HELLO, post
 
 
 async def test_the_clients_retry_of_a_failed_call_is_one_call(stack: Stack) -> None:
@@ -140,20 +140,6 @@ async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: LeasedAttempt)
     assert [transition.key.call for transition in episode.transitions] == [got.id]
     assert [transition.response["content"] for transition in episode.undelivered] == ["too late"]
     assert (lost.id, DropReason.UNDELIVERED) in dropped(episode)
-
-
-async def test_a_timeout_with_a_retry_is_delivered(stack: Stack, attempt: LeasedAttempt) -> None:
-    hold = Hold()
-    stack.upstream.script(hold)
-    with attempt.running():
-        asking = asyncio.create_task(ask(stack.client(timeout=0.3, max_retries=9)))
-        await hold.arrived.wait()
-        await until(lambda: clients_waiting(stack, attempt.key) > 1)
-        hold.release.set()
-        reply = await asking
-    assert len(stack.upstream.received) == 1, "it joins the call in flight"
-    await recorded(attempt, False)
-    assert [transition.key.call for transition in (await attempt.close()).transitions] == [reply.id]
 
 
 async def test_a_retry_after_the_call_was_recorded_as_undelivered(stack: Stack, attempt: LeasedAttempt) -> None:

@@ -67,23 +67,6 @@ async def test_leases_are_first_in_first_out_up_to_capacity(queue: RolloutQueue,
     assert (len(queue.running), await store.leases()) == (2, (1, {("a", 0): 0, ("b", 0): 0}))
 
 
-async def test_nothing_is_acknowledged_before_it_is_in_the_store(queue: RolloutQueue, store: MemoryStore) -> None:
-    for step in (
-        lambda: queue.enqueue([make.rollout("a")]),
-        lambda: lease(queue),
-        lambda: queue.close_attempt(AttemptKey("a", 0), FINISHED),
-    ):
-        store.writable.clear()
-        store.write_waits.clear()
-        task = asyncio.ensure_future(step())
-        await store.write_waits.wait()
-        assert not task.done()
-        before = len(store.written)
-        store.writable.set()
-        await task
-        assert len(store.written) > before
-
-
 async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: MemoryStore, hooks: Mock) -> None:
     await queue.enqueue([make.rollout("a")])
     key = await lease_one(queue, calls=1)

@@ -23,7 +23,7 @@ from agl_core.protocols import Upstream
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Hold
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import AttemptKey, Ending, Run
+from agl_core.types import AttemptKey, Ending
 from agl_core.wire import (
     CLOSE,
     HEALTH,
@@ -134,38 +134,6 @@ async def test_until_there_is_an_engine_rollouts_wait_and_calls_are_to_be_tried_
         assert activity.counters == {}
     reply = await call(empty, AttemptKey("a", 0))
     assert reply.choices[0].message.content, "the client may try again"
-
-
-async def test_another_engine_takes_over_and_calls_of_the_first_end(empty: Stack) -> None:
-    async with ScriptedUpstream() as second:
-        empty.server.serve(engine(empty.upstream), {})
-        key = await empty.lease()
-        hold = Hold()
-        empty.upstream.script(hold)
-        asking = asyncio.ensure_future(call(empty, key))
-        await hold.arrived.wait()
-        empty.server.serve(engine(second), {})
-        await call(empty, key)
-        assert len(second.received) == 1
-        hold.release.set()
-        await asyncio.gather(asking, return_exceptions=True)
-
-
-async def test_the_next_restart_ends_what_the_last_one_left(empty: Stack) -> None:
-    runs = [Run("run", 0, 1.0, {"name": "run"}, None), Run("run", 1, 2.0, {"name": "run"}, 7)]
-    server = empty.server
-    await server.begin(runs[0])
-    server.serve(engine(empty.upstream), {})
-    await server.queue.enqueue([make.rollout("queued"), make.rollout("running")])
-    await server.queue.lease(LeaseRequest(worker="w", capacity=1))
-    await server.begin(runs[1])
-    assert [rollout.ending for rollout in await empty.store.rollouts()] == [Ending.LOST, Ending.LOST]
-    assert not server.queue.running
-    assert await empty.store.runs() == runs
-    await server.queue.enqueue([make.rollout("new", restart=1)])
-    assert not (await server.queue.lease(ALL)).leases, "its engine does not serve yet"
-    server.serve(engine(empty.upstream), {})
-    assert [lease.rollout for lease in (await server.queue.lease(ALL)).leases] == ["new"]
 
 
 async def test_the_end_of_the_server_is_not_the_end_of_the_run(empty: Stack) -> None:

@@ -182,17 +182,6 @@ async def test_calls_are_told_apart_by_reply(stack: Stack, key: AttemptKey, clie
     ]
 
 
-async def test_an_edited_echo_is_what_the_agent_says(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
-    stack.upstream.script(reply(OWN["spacing, order, escapes, floats"]))
-    response = await client.responses.create(model="m", input=[user()])
-    item: Any = response.output[0].model_dump(exclude_unset=True)
-    edited = {**item, "arguments": '{"a": 2}'}
-    await client.responses.create(model="m", input=[user(), edited, *outputs(response)])
-    assert forwarded(stack)[1]["tool_calls"] == [call("c1", "f", '{"a": 2}')]
-    own = (await stack.calls(key))[0].choices[0].message["tool_calls"]
-    assert own == OWN["spacing, order, escapes, floats"]["tool_calls"]
-
-
 async def test_content_is_passed_on_in_parts(stack: Stack, client: AsyncOpenAI) -> None:
     image = "data:image/png;base64,AAAA"
     parts: list[Any] = [
