@@ -7,7 +7,6 @@ import bz2
 import gzip
 import json
 import shutil
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import pyarrow.parquet
 import pytest
 
 import agl_core
-from agl_core.errors import EpisodesError, StoreError
+from agl_core.errors import EpisodesError
 from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.types import (
@@ -29,7 +28,6 @@ from agl_core.types import (
     PrefixBreak,
     RecordedRollout,
     Reward,
-    Rollout,
     RolloutState,
     Run,
     Task,
@@ -62,7 +60,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_parquet_has_what_was_recorded_for_pandas_and_datasets(trained: Any) -> None:
+def test_parquet_has_what_was_recorded_for_pandas_and_datasets(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_server.reading.export._ROW_GROUP", 4)
     assert exported(trained, to="parquet").exit_code == 0
 
     out = trained.folder / "out"
@@ -83,19 +82,6 @@ def test_parquet_has_what_was_recorded_for_pandas_and_datasets(trained: Any) -> 
     )
     assert list(frame["rollout"]) == loaded["train"]["rollout"][:]
     assert frame["logprobs"][0].dtype == "float32"
-
-
-def test_episodes_are_those_that_agl_loads_and_no_undelivered_reply_is_a_transition(trained: Any) -> None:
-    call = next(record for record in trained.trained(2, "m0") if isinstance(record, Call))
-    trained.put(replace(call, undelivered=True))
-
-    exported(trained)
-
-    episodes = {episode.rollout: episode for episode in agl_core.load_episodes(trained.folder / "out")}
-    evaluated = episodes["e2"]
-    assert (evaluated.task.split, evaluated.mode, len(evaluated.transitions)) == ("eval", Mode.EVAL_GREEDY, 2)
-    assert [t.key.call for episode in episodes.values() for t in episode.undelivered] == [call.id]
-    assert sum(len(episode.transitions) for episode in episodes.values()) == 11
 
 
 @pytest.mark.parametrize(
@@ -168,6 +154,9 @@ def test_what_is_trained_on_elsewhere_is_not_what_this_run_is_evaluated_on(train
         return len(lines(trained.folder / name))
 
     assert "left out: 1 rollouts that are evaluations" in exported(trained, to="sft").stdout
+    trained.put(Run("calc", 1, 1.0, {}, resumed_step=1))
+    assert "left out: 2 rollouts that are superseded" in exported(trained, to="parquet", out="tables").stdout
+    trained.put(Run("calc", 1, 1.0, {}, resumed_step=2))
     assert count("--split", "eval") == count("--mode", "eval-greedy") == 2
     assert count() == count("--mode", "train") == 10
     caught = trained.folder / "runs" / "caught"
@@ -177,30 +166,6 @@ def test_what_is_trained_on_elsewhere_is_not_what_this_run_is_evaluated_on(train
     trained.put(replace(rollout, mode=Mode.EVAL_SAMPLED), *others, to=caught / "store.sqlite")
     trained.agl("export", "caught", "--to", "sft", "--out", "caught.jsonl")
     assert len(lines(trained.folder / "caught.jsonl")) == 2, "of what is no training run, everything"
-
-
-def test_superseded_rollouts_stay(trained: Any) -> None:
-    trained.put(Run("calc", 1, 1.0, {}, resumed_step=1))
-
-    output = exported(trained, to="parquet").stdout
-
-    assert "left out: 2 rollouts that are superseded" in output
-    frame = pandas.read_parquet(trained.folder / "out" / "transitions.parquet")
-    assert set(frame["rollout"]) == {"s1-g0-m0", "s1-g0-m1", "s1-g0-m2", "e2"}
-
-
-def test_a_page_after_another_and_a_group_after_another(run: Any) -> None:
-    """More rollouts than are read, and more rows than are written, at a time."""
-    records: list[Any] = []
-    for step in range(2, 102):
-        records += [record for member in ("m0", "m1", "m2") for record in run.trained(step, member)]
-    run.put(*records)
-
-    exported(run, to="parquet")
-
-    rollouts = sum(isinstance(record, Rollout) for record in records)
-    assert len(pandas.read_parquet(run.folder / "out" / "episodes.parquet")) == rollouts + 3
-    assert len(pandas.read_parquet(run.folder / "out" / "transitions.parquet")) == 2 * (rollouts + 3)
 
 
 def test_what_cannot_be_exported_leaves_nothing(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,10 +183,6 @@ def test_what_cannot_be_exported_leaves_nothing(trained: Any, monkeypatch: pytes
         assert "6 not what the filters ask for" in str(refused("--split", "nowhere", to=to))
     monkeypatch.setattr("agl_server.reading.export._cell", lambda *_: 1 / 0)
     assert isinstance(refused(), ZeroDivisionError)
-    connection = sqlite3.connect(trained.store)
-    connection.execute("PRAGMA user_version = 999")
-    connection.close()
-    assert isinstance(refused(), StoreError)
 
 
 # Recorded conversations and exported episodes become runs; bad lines are named, and leave nothing.
@@ -250,10 +211,6 @@ SAID, OTHER = ({"role": "assistant", "content": content} for content in "56")
 def write(run: Any, *rows: Any) -> str:
     (run.folder / "chats.jsonl").write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in rows))
     return "chats.jsonl"
-
-
-def runs(run: Any) -> set[str]:
-    return {path.name for path in (run.folder / "runs").iterdir()}
 
 
 def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
@@ -291,12 +248,9 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
         ([1], "messages: must be a list of messages"),
         (ASKED, "that of one message"),
         ({"messages": [ASKED, SAID], "label": "spam"}, "'label' is 'spam', which does not say whether"),
-        ({"messages": [ASKED, SAID], "rejected_response": "6"}, "ms-swift's form of preferences"),
-        ({"messages": [ASKED, SAID], "functions": []}, "OpenAI's old form of `tools`"),
         ({"messages": [ASKED, {**SAID, "function_call": {}}]}, "OpenAI's old form of `tool_calls`"),
         ({"input": {"messages": [ASKED]}, "preferred_output": [SAID]}, "OpenAI's form of preferences"),
         ({"contents": [{"role": "user", "parts": []}]}, "Gemini's form"),
-        ({"instruction": "Add.", "response": "5"}, "Dolly's form"),
         ({"prompt": "2 + 3?", "chosen": "5", "rejected": ""}, "'rejected' is an empty text"),
         ({"rollout": "r", "turn": 1}, "its keys (rollout, turn) are none that are read: messages"),
         ({"text": "2 + 3 = 5"}, "'text' is a text without roles"),
@@ -316,7 +270,7 @@ def test_a_bad_line_is_named_and_nothing_is_imported(run: Any, line: Any, what: 
     assert isinstance(result.exception, EpisodesError)
     assert "line 3: " in str(result.exception)
     assert what in str(result.exception)
-    assert runs(run) == {"calc"}
+    assert [path.name for path in (run.folder / "runs").iterdir()] == ["calc"]
 
 
 CALLED = {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 3}}'}
@@ -438,7 +392,7 @@ def test_what_is_no_file_of_conversations(run: Any) -> None:
         assert "is no file" in str(run.agl("import", no_file).exception)
     (run.folder / "binary").write_bytes(bytes(range(256)))
     assert "line 2: byte 118 of the line is 0x80, which is not UTF-8" in str(run.agl("import", "binary").exception)
-    assert runs(run) == {"calc"}
+    assert [path.name for path in (run.folder / "runs").iterdir()] == ["calc"]
 
 
 def test_an_exported_run_comes_back_with_its_rewards(run: Any) -> None:

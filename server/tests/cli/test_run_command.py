@@ -24,7 +24,7 @@ from agl_core.types import Ending, Mode, Task
 from agl_core.wire import WORKER_KEY
 from agl_server.testing import running_stack
 
-from .run_stack import Bench
+from .conftest import Bench
 
 PARENT = """
 import subprocess, sys, agl_core, sitecustomize

@@ -1,4 +1,4 @@
-"""`agl runs`: what it lists, what it takes away, and what it leaves; looking at a run runs no code of it."""
+"""`agl runs`: what it lists, takes away and leaves; looking at a run runs no code of it; runs read from Python."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from agl_core.errors import ConfigError, StoreError
+import agl_server
+from agl_core.errors import ConfigError, StoreError, TrainingError
 from agl_core.testing import episodes as make
 from agl_core.types import Mode, RolloutState
 from agl_server.training.checkpoints import Checkpoints, RunState
+
+from .conftest import ENDS
 
 WRITER = """
 import asyncio, pathlib, sys
@@ -264,3 +267,36 @@ def answered(answer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     finally:
         os.close(terminal)
         os.close(its_end)
+
+
+# Runs from Python: what was recorded as tables, also where an event loop runs.
+
+
+async def test_a_run_is_read_as_tables_in_a_notebooks_loop(run: Any) -> None:
+    read = agl_server.Run("calc")
+    rollouts, transitions = read.rollouts(), read.transitions()
+    assert dict(zip(rollouts["rollout"], rollouts["terminal_reward"], strict=True)) == {
+        f"s1-g0-{member}": ENDS[member][2] for member in ENDS
+    }
+    assert transitions["prompt_ids"].map(list).tolist()[:2] == [[1, 2, 3], [1, 2, 3, 4]]
+    assert set(read.transitions(high=0.5)["rollout"]) == {"s1-g0-m1"}
+    assert read.dataset()["credit"] == transitions["credit"].tolist()
+    assert (read.verdict, len(read.metrics())) == (None, 0)
+
+
+async def test_a_rollout_is_shown(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    agl_server.Run("calc").show("s1-g0-m0")
+    assert "terminal reward: 1" in capsys.readouterr().out
+
+
+async def test_where_a_loop_runs_training_is_awaited(run: Any) -> None:
+    with pytest.raises(TrainingError, match=r"await agl_server\.train_async"):
+        agl_server.train("train.toml")
+    with pytest.raises(ConfigError, match="there is no such key"):
+        await agl_server.train_async("train.toml", **{"train.stepps": 3})
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="There are no runs"):
+        agl_server.Run("clac")

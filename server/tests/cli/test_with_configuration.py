@@ -20,7 +20,7 @@ from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Mode
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY
 
-from .run_stack import Bench
+from .conftest import Bench
 
 PLUGIN = """
     import os
