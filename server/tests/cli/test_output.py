@@ -133,7 +133,7 @@ def test_what_is_mistyped_is_named(run: Any, arguments: list[str], says: str) ->
 
 def test_reading_commands_print_what_they_found_as_json(run: Any) -> None:
     listed = json.loads(piped("rollouts", "runs/calc", "--limit=1", "--json"))
-    filters = ["--tool=look", "--tool-status=error", "--min-reward=0", "--text=42", "--policy=default"]
+    filters = ["--tool=look", "--tool-status=error", "--min-reward=0", "--text=42", "--verdict=unhealthy"]
     filtered = json.loads(piped("rollouts", "runs/calc", *filters, "--json"))
     none = [json.loads(piped("rollouts", "runs/calc", f"--{option}=nope", "--json")) for option in ("agent", "dropped")]
     shown = json.loads(piped("show", "runs/calc", "s1-g0-m0", "--json"))

@@ -233,9 +233,6 @@ def test_a_name_collects_recordings(running: Bench) -> None:
     assert [call.request["messages"][0]["content"] for call in recorded.calls] == ["first", "second"]
     assert [path.name for path in (running.folder / "runs").iterdir()] == ["up"]
 
-    result = running.agl("run", *[argument if argument != "up" else "../runs/up" for argument in arguments], "third")
-    assert "cannot be a folder's name" in result.stderr
-
     (running.folder / "runs" / "trained").mkdir()
     (running.folder / "runs" / "trained" / "config.toml").write_text("config_version = 1\n")
     result = running.agl("run", *[argument if argument != "up" else "trained" for argument in arguments], "third")
@@ -246,15 +243,11 @@ def test_a_name_collects_recordings(running: Bench) -> None:
 
 
 AGENT = """
-import json, os
-import httpx
+import json, openai, os
 
-def solve(task_input):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    body = {"model": "m", "messages": [{"role": "user", "content": task_input["question"]}]}
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    answer = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False).raise_for_status().json()
-    return answer["choices"][0]["message"]["content"]
+def solve(task):
+    asked = [{"role": "user", "content": task["question"]}]
+    return openai.OpenAI().chat.completions.create(model="m", messages=asked).choices[0].message.content
 
 if __name__ == "__main__":
     print(json.dumps(solve(json.loads(os.environ["AGL_TASK"]))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -235,14 +234,3 @@ def test_what_adapters_said_is_text_in_the_summary(tmp_path: Path) -> None:
 
     assert "[/x] [bold] [INST] :smile: (2 times)" in screen.file.getvalue()
     assert "\x1b" not in screen.file.getvalue()
-
-
-def test_the_verdict_is_shown_listed_and_asked_for(run: Any) -> None:
-    assert "healthy" in shown(run)
-    listed = json.loads(run.agl("rollouts", "runs/calc", "--json").output)
-    verdicts = {rollout["id"]: rollout["health"]["verdict"] for rollout in listed}
-    assert len(verdicts) == 3
-    for verdict in ("healthy", "unhealthy", "unobserved"):
-        rollouts = json.loads(run.agl("rollouts", "runs/calc", "--verdict", verdict, "--json").output)
-        assert [rollout["id"] for rollout in rollouts] == [id for id in verdicts if verdicts[id] == verdict]
-    assert "unhealthy (tools failed)" in run.agl("rollouts", "runs/calc", "--verdict", "unhealthy").output

@@ -334,13 +334,6 @@ async def test_speech_is_streamed_and_transcriptions_are_uploaded(client: AsyncO
     assert other.transcribed == [("said.mp3", SOUND, "stt")]
 
 
-async def test_only_models_that_answer_calls_are_described(client: AsyncOpenAI, other: OtherServer) -> None:
-    assert (await client.models.retrieve("default")).owned_by == "agl"
-    with pytest.raises(openai.NotFoundError):
-        await client.models.retrieve("org/model:free")
-    assert other.received == []
-
-
 async def test_models_are_listed_as_anthropics_client_reads_them(stack: Stack) -> None:
     key = await stack.lease()
     url = stack.url(key).removesuffix("/v1")

@@ -11,7 +11,6 @@ import pytest
 
 import agl_core
 from agl_core.capture import AttemptContext, Recording, reports, running
-from agl_core.capture.requests import HEADER_AGENT
 from agl_core.config.load import load
 from agl_core.config.models import PromptSection
 from agl_core.errors import AgentError, ConfigError
@@ -138,17 +137,6 @@ async def test_the_gateway_replaces_a_text_in_system_messages_of_every_api(
         assert {text for _, text in system} == {SYSTEM.replace("Be brief.", instead)}
         assert user == ("user", SYSTEM)
     assert [texts(call.request["messages"]) for call in calls] == sent
-
-
-async def test_only_the_agents_that_it_names_get_another_prompt() -> None:
-    prompts = {"system": PromptSection(replace="Be brief.", text="Be long.", agents=("writer*",))}
-    async with running_stack(prompts=prompts) as stack:
-        key = await stack.lease()
-        for agent in ("writer-2", "critic"):
-            await by_chat(stack, key, **{HEADER_AGENT: agent})
-
-    firsts = [received.body["messages"][0]["content"] for received in stack.upstream.received]
-    assert firsts == [SYSTEM.replace("Be brief.", "Be long."), SYSTEM]
 
 
 async def test_a_retried_call_is_the_same_call() -> None:

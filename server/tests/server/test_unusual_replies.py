@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from anthropic import AsyncAnthropic
 from hypothesis import given
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
@@ -183,14 +182,6 @@ async def test_no_tools_are_offered_in_one_way(stack: Stack, client: AsyncOpenAI
     ):
         await ask
         assert not {"tools", "tool_choice"} & stack.upstream.received[-1].body.keys()
-
-
-async def test_a_cut_reply_is_told_as_one(stack: Stack, client: AsyncOpenAI, claude: AsyncAnthropic) -> None:
-    stack.upstream.script(*[reply({"content": "Hel"}, "abort")] * 3)
-    assert (await client.chat.completions.create(model="m", messages=HELLO)).choices[0].finish_reason == "length"
-    assert (await client.responses.create(model="m", input="hello")).status == "incomplete"
-    async with claude as other:
-        assert (await other.messages.create(model="m", max_tokens=9, messages=HELLO)).stop_reason == "max_tokens"
 
 
 def test_prompt_ids_are_read_alike_whatever_reply_came_before() -> None:

@@ -23,6 +23,7 @@ async def test_stop_reasons(stack: Stack, claude: AsyncAnthropic) -> None:
     called = OWN["one call"]
     for step, reason in (
         (reply(OWN["text"], "length"), "max_tokens"),
+        (reply(OWN["text"], "abort"), "max_tokens"),
         (reply(OWN["text"], "content_filter"), "refusal"),
         (reply(OWN["text"], stop_reason="END"), "stop_sequence"),
         (reply(OWN["text"], stop_reason=151645), "end_turn"),
