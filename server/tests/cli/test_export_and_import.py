@@ -392,6 +392,7 @@ def test_what_is_no_file_of_conversations(run: Any) -> None:
         assert "is no file" in str(run.agl("import", no_file).exception)
     (run.folder / "binary").write_bytes(bytes(range(256)))
     assert "line 2: byte 118 of the line is 0x80, which is not UTF-8" in str(run.agl("import", "binary").exception)
+    assert "cannot be a folder's name" in str(run.agl("import", "binary", "--name", "../runs/up").exception)
     assert [path.name for path in (run.folder / "runs").iterdir()] == ["calc"]
 
 

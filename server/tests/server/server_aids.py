@@ -78,37 +78,28 @@ def call(id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-OWN: dict[str, dict[str, Any]] = {
-    "text": {"role": "assistant", "content": "  Grüezi \n\n"},
-    "empty": {"role": "assistant", "content": ""},
-    "one call": {"role": "assistant", "content": None, "tool_calls": [call("c1", "add", '{"a": 1, "b": 2}')]},
-    "empty text beside a call": {"role": "assistant", "content": "", "tool_calls": [call("c1", "add", "{}")]},
-    "text and parallel calls": {
-        "role": "assistant",
-        "content": "I add.",
-        "tool_calls": [call("c1", "add", '{"a": 1}'), call("c2", "add", '{"a": 1}'), call("c3", "sub", "{}")],
-    },
-    "spacing, order, escapes, floats": {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [call("c1", "f", '{ "z":1.0,\n"a" : [1e2, "\\u00e9", null, true] , "b":{}}')],
-    },
-    "half a surrogate": {"role": "assistant", "content": None, "tool_calls": [call("c1", "f", r'{"a": "\ud83c"}')]},
-    "arguments that are no JSON": {"role": "assistant", "content": None, "tool_calls": [call("c1", "f", '{"city": ')]},
-    "arguments that are no object": {"role": "assistant", "content": None, "tool_calls": [call("c1", "f", "[1]")]},
-    "deep arguments": {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [call("c1", "f", '{"a":' + "[" * 300 + "]" * 300 + "}")],
-    },
-    "reasoning alone": {"role": "assistant", "content": None, "reasoning_content": "I need not answer."},
-    "reasoning": {"role": "assistant", "content": "4", "reasoning_content": "2 + 2 is"},
-    "reasoning of a newer vLLM, before a call": {
-        "role": "assistant",
-        "content": None,
-        "reasoning": "a tool",
-        "tool_calls": [call("c1", "f", "{}")],
-    },
+def assistant(content: str | None, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The message of a reply."""
+    return {"role": "assistant", "content": content, **more, **({"tool_calls": [*calls]} if calls else {})}
+
+
+ADD = call("c1", "add", '{"a": 1}')
+OWN = {
+    "text": assistant("  Grüezi \n\n"),
+    "empty": assistant(""),
+    "one call": assistant(None, call("c1", "add", '{"a": 1, "b": 2}')),
+    "empty text beside a call": assistant("", call("c1", "add", "{}")),
+    "text and parallel calls": assistant("I add.", ADD, {**ADD, "id": "c2"}, call("c3", "sub", "{}")),
+    "spacing, order, escapes, floats": assistant(
+        None, call("c1", "f", '{ "z":1.0,\n"a" : [1e2, "\\u00e9", null, true] , "b":{}}')
+    ),
+    "half a surrogate": assistant(None, call("c1", "f", r'{"a": "\ud83c"}')),
+    "arguments that are no JSON": assistant(None, call("c1", "f", '{"city": ')),
+    "arguments that are no object": assistant(None, call("c1", "f", "[1]")),
+    "deep arguments": assistant(None, call("c1", "f", '{"a":' + "[" * 300 + "]" * 300 + "}")),
+    "reasoning alone": assistant(None, reasoning_content="I need not answer."),
+    "reasoning": assistant("4", reasoning_content="2 + 2 is"),
+    "reasoning of a newer vLLM, before a call": assistant(None, call("c1", "f", "{}"), reasoning="a tool"),
 }
 """Messages of upstreams, as the next request of a chat would repeat them."""
 

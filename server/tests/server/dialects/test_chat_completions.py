@@ -23,7 +23,7 @@ from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import AttemptKey
 from agl_server.testing import Stack, running_stack
 
-from ..server_aids import GOOD, HELLO, OWN, SMALLEST, call, chunks_of, closed, post, reply
+from ..server_aids import GOOD, HELLO, OWN, SMALLEST, assistant, call, chunks_of, closed, post, reply
 
 
 def as_ids(text: str) -> list[int]:
@@ -181,7 +181,7 @@ async def test_each_choice_has_its_text_and_the_ids_and_prompt_logprobs_that_are
 async def test_calls_of_one_reply_can_be_told_apart(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
     """Some endpoints give several calls of a reply the same id; agents join results to calls by it."""
     calls = [call("call_0", "add", '{"a": 1}'), call("call_0", "add", '{"a": 2}')]
-    stack.upstream.script(reply({"role": "assistant", "content": None, "tool_calls": calls}))
+    stack.upstream.script(reply(assistant(None, *calls)))
     message = (await client.chat.completions.create(**GOOD)).choices[0].message
     first, second = (tool_call.id for tool_call in message.tool_calls or ())
     assert first != second

@@ -15,7 +15,7 @@ from agl_core.types import AttemptKey, Ending
 from agl_core.wire import CloseRequest
 from agl_server.testing import Stack
 
-from ..server_aids import OWN, call, client_of, forwarded, reply
+from ..server_aids import OWN, assistant, call, client_of, forwarded, reply
 
 GOOD: dict[str, Any] = {"model": "default", "input": "hello"}
 PARALLEL = OWN["text and parallel calls"]
@@ -96,7 +96,7 @@ async def test_a_reply_comes_back_as_the_upstreams_own_message(stack: Stack, str
 
 
 async def test_replies_whose_tool_calls_have_the_same_ids_stay_apart(stack: Stack, client: AsyncOpenAI) -> None:
-    first, second = ({"role": "assistant", "content": None, "tool_calls": [call("call_0", "add", a)]} for a in "12")
+    first, second = (assistant(None, call("call_0", "add", arguments)) for arguments in "12")
     items: list[Any] = [user()]
     for own in (first, second):
         stack.upstream.script(reply(own))

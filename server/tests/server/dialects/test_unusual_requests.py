@@ -21,7 +21,7 @@ from agl_core.types import AttemptKey, DropReason, Mode
 from agl_server.health.rollouts import answer, health_of
 from agl_server.testing import Stack, running_stack
 
-from ..server_aids import GOOD, HELLO, SMALLEST, client_of, closed, post, reply
+from ..server_aids import GOOD, HELLO, SMALLEST, assistant, client_of, closed, post, reply
 
 HOSTED: Any = {"type": "file_search", "vector_store_ids": ["v"]}
 SHELL: dict[str, Any] = {"name": "shell", "description": "Runs a command."}
@@ -30,7 +30,7 @@ REQUEST: dict[str, Any] = {"model": "default", "input": "hello"}
 CALLED = {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": "ls -l"}}
 FOUND_TOOL = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference", "tool_name": "add"}]}
 PDF = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
-USES_CUSTOM = reply({"role": "assistant", "content": None, "tool_calls": [CALLED]})
+USES_CUSTOM = reply(assistant(None, CALLED))
 
 
 async def test_hosted_tools_are_the_model_servers_affair(stack: Stack, client: AsyncOpenAI) -> None:
@@ -121,7 +121,7 @@ async def test_custom_tools_of_chat_completions(stack: Stack, stream: bool) -> N
         calls: Any = (await client.chat.completions.create(**request)).choices[0].message.tool_calls
         assert (calls[0].type, calls[0].custom.name, calls[0].custom.input) == ("custom", "shell", "ls -l")
     answer = {"role": "tool", "tool_call_id": "call_1", "content": "total 0"}
-    again: Any = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALLED]}, answer]
+    again: Any = [*HELLO, assistant(None, CALLED), answer]
     await client.chat.completions.create(model="default", messages=again, tools=tools)
     assert stack.upstream.received[0].body["tools"] == tools
     episode = await closed(stack, key)
