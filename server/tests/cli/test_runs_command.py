@@ -33,32 +33,22 @@ asyncio.run(hold())
 """
 
 
-def add_checkpoints(folder: Path, rewards: list[float]) -> None:
-    checkpoints = Checkpoints(folder / "checkpoints", keep=len(rewards))
-    evaluations: list[dict[str, Any]] = []
-    for step, reward in enumerate(rewards, 1):
-        evaluations.append({"step": step, "set": "eval", "mode": "greedy", "reward": reward})
-        part = checkpoints.begin(step)
-        (part / "weights").write_bytes(bytes(1000))
-        checkpoints.commit(part, RunState(step=step, evaluations=list(evaluations)))
-
-
-def write_metrics(folder: Path, rewards: list[float]) -> None:
-    lines: list[dict[str, Any]] = [{"step": 0, "kind": "eval", "eval/greedy/reward/mean": rewards[0]}]
-    for step, reward in enumerate(rewards[1:], 1):
-        lines.append({"step": step, "kind": "train", "reward/mean": 0.3})
-        lines.append({"step": step, "kind": "eval", "easy/greedy/reward/mean": 1.0, "eval/greedy/reward/mean": reward})
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text + '{"step": 9, "ki')
-
-
 @pytest.fixture
 def trained(run: Any) -> Any:
     """Three steps with rollouts, checkpoints and metrics; the second checkpoint is the best."""
     run.put(*(record for step in (2, 3) for member in ("m0", "m1") for record in run.trained(step, member)))
-    add_checkpoints(run.store.parent, [0.2, 0.9, 0.4])
-    (run.store.parent / "summary.json").write_text("{}")
-    write_metrics(run.store.parent, [0.1, 0.2, 0.9, 0.4])
+    folder, checkpoints = run.store.parent, Checkpoints(run.store.parent / "checkpoints", keep=3)
+    evaluations: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = [{"step": 0, "kind": "eval", "eval/greedy/reward/mean": 0.1}]
+    for step, reward in enumerate((0.2, 0.9, 0.4), 1):
+        lines.append({"step": step, "kind": "train", "reward/mean": 0.3})
+        lines.append({"step": step, "kind": "eval", "easy/greedy/reward/mean": 1.0, "eval/greedy/reward/mean": reward})
+        evaluations.append({"step": step, "set": "eval", "mode": "greedy", "reward": reward})
+        part = checkpoints.begin(step)
+        (part / "weights").write_bytes(bytes(1000))
+        checkpoints.commit(part, RunState(step=step, evaluations=list(evaluations)))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "ki')
+    (folder / "summary.json").write_text("{}")
     return run
 
 

@@ -10,7 +10,6 @@ import stat
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -44,17 +43,9 @@ from agl_server.testing import Stack, running_stack, until
 from .server_aids import GOOD, HELLO, SMALLEST
 
 
-def management(stack: Stack, key: str | None = None) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        base_url=f"{stack.server.base_url}/agl/v1",
-        headers={"Authorization": f"Bearer {key or stack.server.worker_key}"},
-        trust_env=False,
-    )
-
-
 async def test_a_worker_that_went_away_is_lent_nothing(stack: Stack) -> None:
-    async with management(stack) as client:
-        waiting = asyncio.ensure_future(client.post("/leases", json={"worker": "w", "capacity": 1, "wait": 60}))
+    async with LightningClient(stack.server.base_url, stack.server.worker_key) as client:
+        waiting = asyncio.ensure_future(client.ask(LEASE, LeaseRequest(worker="w", capacity=1, wait=60)))
         await until(lambda: stack.server.queue.waiting == 1)
         waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
@@ -102,10 +93,6 @@ async def empty() -> AsyncIterator[Stack]:
         yield replace(stack, upstream=upstream)
 
 
-async def call(stack: Stack, key: AttemptKey) -> Any:
-    return await stack.client(key).chat.completions.create(model="default", messages=HELLO)
-
-
 async def test_until_there_is_an_engine_rollouts_wait_and_calls_are_to_be_tried_later(empty: Stack) -> None:
     server, queue = empty.server, empty.server.queue
     server.serve(engine(empty.upstream), {})
@@ -132,8 +119,7 @@ async def test_until_there_is_an_engine_rollouts_wait_and_calls_are_to_be_tried_
         activity = await operator.ask(HEALTH, Empty())
         assert (activity.serving, activity.queued, activity.running, activity.waiting) == (True, 2, 2, 0)
         assert activity.counters == {}
-    reply = await call(empty, AttemptKey("a", 0))
-    assert reply.choices[0].message.content, "the client may try again"
+    assert await empty.client(AttemptKey("a", 0)).chat.completions.create(**GOOD), "the client may try again"
 
 
 async def test_the_end_of_the_server_is_not_the_end_of_the_run(empty: Stack) -> None:
