@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 
 import agl_core
@@ -14,8 +13,9 @@ from agl_core.capture import AttemptContext, Recording, reports, running
 from agl_core.config.load import load
 from agl_core.config.models import PromptSection
 from agl_core.errors import AgentError, ConfigError
-from agl_core.types import AttemptKey
-from agl_server.testing import Stack, running_stack
+from agl_server.testing import running_stack
+
+from .server_aids import post
 
 SYSTEM = "Today is Monday. Be brief. Use tools."
 CONFIG = """
@@ -93,24 +93,18 @@ def test_prompts_stand_in_the_configuration_or_in_a_file_beside_it(tmp_path: Pat
         load(tmp_path / "train.toml", needs=())
 
 
-async def by_chat(stack: Stack, key: AttemptKey, **headers: str) -> None:
-    messages: Any = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "developer", "content": [{"type": "text", "text": SYSTEM}]},
-        {"role": "user", "content": SYSTEM},
-    ]
-    await stack.client(key).chat.completions.create(model="m", messages=messages, extra_headers=headers)
-
-
-async def by_responses(stack: Stack, key: AttemptKey) -> None:
-    await stack.client(key).responses.create(model="m", instructions=SYSTEM, input=SYSTEM)
-
-
-async def by_messages(stack: Stack, key: AttemptKey) -> None:
-    async with anthropic.AsyncAnthropic(base_url=stack.url(key).removesuffix("/v1"), api_key=stack.key(key)) as client:
-        await client.messages.create(
-            model="m", system=SYSTEM, max_tokens=9, messages=[{"role": "user", "content": SYSTEM}]
-        )
+SAYING: list[Any] = [{"role": "user", "content": SYSTEM}]
+ASKED: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "messages": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "developer", "content": [{"type": "text", "text": SYSTEM}]},
+            *SAYING,
+        ]
+    },
+    "responses": {"instructions": SYSTEM, "input": SYSTEM},
+    "messages": {"system": SYSTEM, "max_tokens": 9, "messages": SAYING},
+}
 
 
 def texts(messages: Any) -> list[tuple[str, str]]:
@@ -119,15 +113,13 @@ def texts(messages: Any) -> list[tuple[str, str]]:
     return [(role, c if isinstance(c, str) else "".join(part["text"] for part in c)) for role, c in contents]
 
 
-@pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
-async def test_the_gateway_replaces_a_text_in_system_messages_of_every_api(
-    ask: Callable[[Stack, AttemptKey], Awaitable[None]],
-) -> None:
+@pytest.mark.parametrize("route", ASKED)
+async def test_the_gateway_replaces_a_text_in_system_messages_of_every_api(route: str) -> None:
     prompts = {"system": PromptSection(replace="Be brief.", text="Be long.")}
     async with running_stack(prompts=prompts) as stack:
         of_run, of_candidate = await stack.lease(), await stack.lease(prompts={"system": "Be kind."})
         for key in (of_run, of_candidate):
-            await ask(stack, key)
+            await post(stack, key, ASKED[route], route)
         calls = [call for key in (of_run, of_candidate) for call in await stack.calls(key)]
 
     sent = [texts(received.body["messages"]) for received in stack.upstream.received]
@@ -144,5 +136,5 @@ async def test_a_retried_call_is_the_same_call() -> None:
     async with running_stack(prompts={"system": PromptSection(replace="Be brief.", text="Be long.")}) as stack:
         key = await stack.lease()
         for count in ("0", "1"):
-            await by_chat(stack, key, **{"x-stainless-retry-count": count})
+            await post(stack, key, ASKED["chat/completions"], **{"x-stainless-retry-count": count})
         assert len(await stack.calls(key)) == 1

@@ -208,7 +208,6 @@ async def test_a_long_episode_takes_linear_space(path: Path) -> None:
         assert exactly(await store.calls([KEY])) == exactly(calls)
     new_per_turn = words + ids * 4
     assert size(path) < 4 * turns * new_per_turn
-    assert sum(new_per_turn * (turn + 1) for turn in range(turns)) > 15 * turns * new_per_turn
 
 
 async def test_conversations_that_go_on_otherwise_come_back_exactly(store: SqliteStore) -> None:
