@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 import anthropic
-import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion
 
@@ -79,4 +78,4 @@ def of_blocks(message: anthropic.types.Message) -> Gets:
 
 
 STREAMING: list[Ask] = [chat_stream, responses_stream, messages_stream]
-every_client = pytest.mark.parametrize("ask", [chat, responses, messages, *STREAMING])
+CLIENTS = [chat, responses, messages, *STREAMING]

@@ -27,7 +27,7 @@ from agl_server.health.rollouts import health_of
 from agl_server.store.codec import Pieces, encode
 from agl_server.testing import Stack
 
-from .all_clients import Ask, every_client
+from .all_clients import CLIENTS, STREAMING
 from .server_aids import HELLO, closed
 
 IDS = [7, 8, 9]
@@ -59,7 +59,9 @@ def tool_call(**function: Any) -> dict[str, Any]:
     return {"content": None, "tool_calls": [{"id": "call_1", "type": "function", "function": function}]}
 
 
-@every_client
+THINKING = {"type": "thinking", "thinking": [{"type": "text", "text": "h"}, {"type": "text", "text": "m"}]}
+
+
 @pytest.mark.parametrize(
     ("message", "content", "reasoning", "calls"),
     [
@@ -73,39 +75,26 @@ def tool_call(**function: Any) -> dict[str, Any]:
         ({"content": None, "reasoning": "hm"}, "", "hm", []),
         ({"reasoning_content": "hm", "tool_calls": []}, "", "hm", []),
         ({"content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "!"}]}, "Hello!", "", []),
-        (
-            {
-                "content": [
-                    {"type": "thinking", "thinking": [{"type": "text", "text": "h"}, {"type": "text", "text": "m"}]},
-                    {"type": "text", "text": "Hello"},
-                ]
-            },
-            "Hello",
-            "hm",
-            [],
-        ),
+        ({"content": [THINKING, {"type": "text", "text": "Hello"}]}, "Hello", "hm", []),
         ({"content": [{"type": "thinking", "thinking": "hm"}]}, "", "hm", []),
         ({"content": []}, "", "", []),
         ({"content": "a\ud83c"}, "a\ufffd", "", []),
     ],
 )
 async def test_a_message_reaches_every_client(
-    stack: Stack, ask: Ask, message: dict[str, Any], content: str, reasoning: str, calls: list[Any]
+    stack: Stack, message: dict[str, Any], content: str, reasoning: str, calls: list[Any]
 ) -> None:
-    key = await stack.lease()
-    stack.upstream.script(reply(message))
-    assert await ask(stack, key) == (content, reasoning, calls)
-    recorded_message = (await recorded(stack, key)).choices[0].message
-    assert (recorded_message["role"], recorded_message.get("content") or recorded_message.get("refusal") or "") == (
-        "assistant",
-        content,
-    )
-    tool_calls = recorded_message.get("tool_calls") or ()
-    assert [json.loads(call["function"]["arguments"]) for call in tool_calls] == calls
-    assert len({call["id"] for call in tool_calls} - {None, ""}) == len(calls), "results are joined by them"
+    for ask in CLIENTS:
+        key = await stack.lease()
+        stack.upstream.script(reply(message))
+        assert await ask(stack, key) == (content, reasoning, calls), ask
+        own = (await recorded(stack, key)).choices[0].message
+        assert (own["role"], own.get("content") or own.get("refusal") or "") == ("assistant", content)
+        tool_calls = own.get("tool_calls") or ()
+        assert [json.loads(call["function"]["arguments"]) for call in tool_calls] == calls
+        assert len({call["id"] for call in tool_calls} - {None, ""}) == len(calls), "results are joined by them"
 
 
-@every_client
 @pytest.mark.parametrize(
     ("word", "reason", "dropped"),
     [
@@ -120,20 +109,21 @@ async def test_a_message_reaches_every_client(
     ],
 )
 async def test_whatever_a_response_ended_by(
-    stack: Stack, key: AttemptKey, ask: Ask, word: Any, reason: FinishReason, dropped: DropReason | None
+    stack: Stack, word: Any, reason: FinishReason, dropped: DropReason | None
 ) -> None:
     """It reaches the agent; what the model server broke off is not trained on: the policy did not end it.
 
     A stream without a word for its end is one.
     """
-    if word in (None, ABSENT) and ask.__name__.endswith("_stream"):
-        reason, dropped = FinishReason.ABORTED, DropReason.ABORTED
-    stack.upstream.script(reply({"content": "Hello"}, word))
-    assert (await ask(stack, key))[0] == "Hello"
-    call = await recorded(stack, key)
-    assert call.choices[0].finish_reason is reason
-    (transition,) = (await closed(stack, key)).transitions
-    assert left_out(transition, ["*"]) is dropped
+    for ask in CLIENTS:
+        if word in (None, ABSENT) and ask in STREAMING:
+            reason, dropped = FinishReason.ABORTED, DropReason.ABORTED
+        key = await stack.lease()
+        stack.upstream.script(reply({"content": "Hello"}, word))
+        assert (await ask(stack, key))[0] == "Hello", ask
+        assert (await recorded(stack, key)).choices[0].finish_reason is reason, ask
+        (transition,) = (await closed(stack, key)).transitions
+        assert left_out(transition, ["*"]) is dropped
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,7 +13,6 @@ import httpx
 import httpx2
 import numpy as np
 import pytest
-from testing_aids import run_python
 
 import agl_core
 from agl_core.apis.alone import LocalRollouts
@@ -226,17 +225,3 @@ async def test_a_reply_that_breaks_off_reaches_the_agent_as_it_is(endpoint: Endp
     endpoint.stack.upstream.script(Drop())
     episode = await endpoint.ask("chat/completions", {**SMALLEST["chat/completions"], "stream": True})
     assert episode.transitions == ()
-
-
-def test_an_agents_environment_needs_no_web_framework() -> None:
-    run_python(
-        """
-        import sys
-
-        for absent in ("starlette", "uvicorn", "httptools"):
-            sys.modules[absent] = None
-        from agl_core.apis.alone import LocalRollouts
-
-        assert LocalRollouts().episodes() == []
-        """
-    )
