@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
-from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
@@ -19,7 +18,6 @@ from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
 from agl_core.wire import CloseReply, CloseRequest, HeartbeatRequest, HeldAttempt, LeaseRequest
 from agl_server.http.keys import Keys
 from agl_server.queue.rollouts import RolloutQueue
-from agl_server.store.sqlite import SqliteStore
 
 from .server_aids import Clock
 
@@ -246,21 +244,3 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(stateful_step_count=30)
-
-
-async def test_however_many_servers_and_workers_ask_each_rollout_is_leased_once(tmp_path: Path) -> None:
-    async with SqliteStore(tmp_path / "store.sqlite") as store:
-        queues = [RolloutQueue(store, timeout=9, attempts=2, hook=Plugins().hook, keys=KEYS) for _ in range(2)]
-
-        async def lease(n: int) -> list[AttemptKey]:
-            reply = await queues[n % 2].lease(LeaseRequest(worker=f"w{n}", capacity=1 + n % 4, wait=0))
-            return [AttemptKey(leased.rollout, leased.attempt) for leased in reply.leases]
-
-        ids = [f"r{number}" for number in range(100)]
-        leasing = [asyncio.create_task(lease(n)) for n in range(20)]
-        await queues[0].enqueue([make.rollout(id) for id in ids[:50]])
-        await queues[1].enqueue([make.rollout(id) for id in ids[50:]])
-        leasing += [asyncio.create_task(lease(n)) for n in range(60)]
-        keys = [key for keys in await asyncio.gather(*leasing) for key in keys]
-        assert sorted(keys) == sorted(AttemptKey(id, 0) for id in ids)
-        assert sorted(key for queue in queues for key in queue.running) == sorted(keys)
