@@ -44,7 +44,7 @@ async def test_bodies_that_are_no_json_object(stack: Stack, key: AttemptKey) -> 
 async def test_the_agents_key_is_checked(stack: Stack, key: AttemptKey) -> None:
     async with httpx.AsyncClient(trust_env=False) as http:
         for wrong in ("schlüssel", stack.server.worker_key, ""):
-            headers = {"Authorization": f"Bearer {wrong}".encode()}
+            headers = {"Authorization": f"Bearer {wrong}".encode()} if wrong else {}
             refused = await http.get(f"{stack.url(key if wrong else None)}/models", headers=headers)
             assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key"), wrong
     with pytest.raises(openai.AuthenticationError, match="OPENAI_API_KEY"):
