@@ -12,10 +12,9 @@ from typing import Any
 from agl_core.errors import StoreError
 from agl_core.store import Record
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout
-from agl_server.store import tables
 from agl_server.store.codec import Pieces, merge
-from agl_server.store.connections import GroupWriter, Preparation, Query, Result
-from agl_server.store.sqlite import SqliteStore
+from agl_server.store.connections import SCHEMA
+from agl_server.store.sqlite import GroupWriter, Preparation, Query, Result, SqliteStore
 
 
 class MemoryStore(SqliteStore):
@@ -64,7 +63,7 @@ class _OnTheLoop(GroupWriter):
     def __init__(self) -> None:
         self._connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._connection.create_function("merged", 3, merge, deterministic=True)
-        for statement in tables.SCHEMA:
+        for statement in SCHEMA:
             self._connection.execute(statement)
         self._pieces = Pieces(1)
 

@@ -1,4 +1,4 @@
-"""Records as rows of the tables in `tables`, and back, exactly; what repeats in calls is stored once.
+"""Records as rows of tables, and back, exactly; what repeats in calls is stored once.
 
 A chat request repeats the whole conversation: the requests of T turns hold T²/2 messages, and as many prompt tokens.
 Every item of a request's lists of objects, and every full block of prompt tokens, is therefore a *piece*: a numbered
@@ -14,8 +14,9 @@ import itertools
 import struct
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,56 @@ from agl_core.types import (
     TrainingRecord,
 )
 from agl_core.types.forms import dump_json, from_json, load_json, to_json
-from agl_server.store.tables import ATTEMPTS, RECORDS, ROLLOUTS, RUNS, Table
+
+
+class Table(NamedTuple):
+    """How rows of one table are written."""
+
+    name: str
+    columns: tuple[str, ...]
+    row: str
+    """Its values, in SQL."""
+    conflict: str
+    """The clause for a row whose key is there already."""
+
+
+PIECES = Table("pieces", ("seq", "data"), "(?, ?)", "")
+ATTEMPTS = Table("attempts", ("rollout", "attempt"), "(?, ?)", "ON CONFLICT DO NOTHING")
+LEASES = Table("leases", ("rollout", "attempt", "worker", "renewals"), "(?, ?, ?, ?)", "")
+RUNS = Table(
+    "runs",
+    ("id", "restart", "body"),
+    "(?, ?, ?)",
+    "ON CONFLICT (id, restart) DO UPDATE SET body = excluded.body",
+)
+ROLLOUTS = Table(
+    "rollouts",
+    ("id", "run", "step", "mode", "state", '"group"', "body"),
+    "(?, ?, ?, ?, ?, ?, ?)",
+    "ON CONFLICT (id) DO UPDATE SET run = excluded.run, step = excluded.step, mode = excluded.mode, "
+    'state = excluded.state, "group" = excluded."group", body = excluded.body',
+)
+RECORDS = Table(
+    "records",
+    ("owner", "kind", "key", "pieces", "arrays", "body"),
+    "((SELECT seq FROM attempts WHERE rollout = ? AND attempt = ?), ?, ?, ?, ?, ?)",
+    "ON CONFLICT (owner, kind, key) DO UPDATE SET pieces = excluded.pieces, arrays = excluded.arrays, "
+    "body = merged(kind, body, excluded.body)",
+)
+TABLES = (ATTEMPTS, RUNS, ROLLOUTS, RECORDS, LEASES)
+"""In the order of writing, after pieces: what others refer to comes first."""
+
+
+@cache
+def insertion(table: Table, rows: int) -> str:
+    """The statement that writes `rows` rows at once.
+
+    Many rows in one statement, because sqlite3 gives up the interpreter lock once per statement: row by row,
+    a busy event loop would make the writer wait for the lock at every row.
+    """
+    values = ", ".join([table.row] * rows)
+    return f"INSERT INTO {table.name} ({', '.join(table.columns)}) VALUES {values} {table.conflict}"
+
 
 Kept = TypeVar("Kept")
 Data: TypeAlias = str | bytes

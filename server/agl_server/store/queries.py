@@ -1,4 +1,4 @@
-"""The store's queries and removals, each in one transaction; `interface.Store` says what they promise."""
+"""The store's queries and removals, each in one transaction; `agl_core.store.Store` says what they promise."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from agl_core.store import RolloutFilter
 from agl_core.types import Attempt, AttemptKey, Call, Ending, Mode, Rollout, RolloutState, Run
 from agl_core.types.forms import dump_json, from_json, load_json
 from agl_server.store.codec import (
+    LEASES,
     NUMBERS,
+    ROLLOUTS,
     Data,
     Pieces,
     Rows,
     decode,
     decode_call,
     encode,
+    insertion,
     numbers_in,
 )
 from agl_server.store.connections import transaction
-from agl_server.store.tables import LEASES, ROLLOUTS, insertion
 
 Kept = TypeVar("Kept")
 

@@ -25,7 +25,7 @@ from agl_core.types import (
     ToolStatus,
     TrainingRecord,
 )
-from agl_server.store import connections
+from agl_server.store import sqlite
 from agl_server.store.sqlite import SqliteStore
 
 from .any_records import exactly, make_call
@@ -136,7 +136,7 @@ async def test_nothing_of_an_erased_rollout_is_left_in_the_file(path: Path) -> N
 async def test_a_reader_is_waited_for_before_an_erased_text_is_out_of_the_log(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, leaves: bool
 ) -> None:
-    monkeypatch.setattr(connections, "BUSY_SECONDS", 30.0 if leaves else 0.3)
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 30.0 if leaves else 0.3)
     async with SqliteStore(path) as store:
         await store.put(make.rollout("gone"), asking("a", "gone", "my name is Rumpelstilzchen"))
         with closing(sqlite3.connect(path, isolation_level=None)) as reader:

@@ -22,8 +22,8 @@ import pytest
 from agl_core.errors import StoreError, StoreRefusedError
 from agl_core.testing import episodes as make
 from agl_core.types import AttemptKey, Call
-from agl_server.store import tables
-from agl_server.store.connections import is_written, lock_of, log_of
+from agl_server.store import connections
+from agl_server.store.connections import VERSION, is_written, lock_of, log_of
 from agl_server.store.sqlite import SqliteStore
 
 from .any_records import calls_of, make_call
@@ -224,8 +224,8 @@ def execute(path: Path, statement: str) -> Any:
     [
         (None, r"store\.sqlite is not an SQLite database\. Choose another path"),
         ("CREATE TABLE bookmarks (url)", r"store\.sqlite is another program's SQLite database"),
-        (f"PRAGMA user_version = {tables.VERSION - 1}", r"has schema version \d+, .* cannot read .*: start a new run"),
-        (f"PRAGMA user_version = {tables.VERSION + 1}", r"has schema version \d+, .* cannot read .*: start a new run"),
+        (f"PRAGMA user_version = {VERSION - 1}", r"has schema version \d+, .* cannot read .*: start a new run"),
+        (f"PRAGMA user_version = {VERSION + 1}", r"has schema version \d+, .* cannot read .*: start a new run"),
     ],
 )
 async def test_a_file_that_is_not_this_agls_is_refused_and_left_alone(
@@ -252,7 +252,7 @@ async def test_an_open_that_failed_can_be_tried_again(path: Path, monkeypatch: p
         await SqliteStore(path.parent).open()
     (path.parent / "later").mkdir()
     with monkeypatch.context() as broken:
-        broken.setattr(tables, "SCHEMA", ("CREATE TABLE half (x)", "INSERT INTO nowhere VALUES (1)"))
+        broken.setattr(connections, "SCHEMA", ("CREATE TABLE half (x)", "INSERT INTO nowhere VALUES (1)"))
         with pytest.raises(StoreError, match=r"store\.sqlite.*no such table: nowhere"):
             await store.open()
     with pytest.raises(StoreError, match="is empty"):
