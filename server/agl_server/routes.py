@@ -43,7 +43,7 @@ from agl_server.gateway.attempts import ActiveAttempt
 from agl_server.gateway.calls import Gateway
 from agl_server.http.keys import Keys, attempt_key, carries, refused_key
 from agl_server.http.listening import HELD_BODY, HeldBody, error_response, read_body, unless_gone
-from agl_server.queue.rollouts import RolloutQueue
+from agl_server.queue import RolloutQueue
 
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": ChatCompletions(),

@@ -26,7 +26,7 @@ from agl_server.gateway.attempts import Attribution, Relay, RolloutSource, RunSe
 from agl_server.gateway.calls import Gateway
 from agl_server.http.keys import Keys
 from agl_server.http.listening import HttpServer, bind, url_of
-from agl_server.queue.rollouts import RolloutQueue
+from agl_server.queue import RolloutQueue
 from agl_server.routes import ModelCalls, Passthrough, document, models_routes, unserved, worker_routes
 
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()

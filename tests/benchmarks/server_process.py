@@ -30,7 +30,7 @@ from agl_core.store import Record
 from agl_core.types import Attempt, Call, Choice, Ending, FinishReason, Mode, Rollout, RolloutState, Sampling, Task
 from agl_server.gateway.attempts import RunSettings
 from agl_server.http.listening import run
-from agl_server.queue.rollouts import RolloutQueue
+from agl_server.queue import RolloutQueue
 from agl_server.server import LightningServer
 from agl_server.store.sqlite import SqliteStore
 

@@ -97,7 +97,7 @@ def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, 
     run(
         python,
         "-c",
-        "import agl_langchain, agl_core.client.connection, agl_core.config, agl_core.store, agl_core.cli",
+        "import agl_langchain, agl_core.client.worker, agl_core.config, agl_core.store, agl_core.cli",
     )
     listed = {p["name"]: p["origin"] for p in json.loads(run(python.parent / "agl", "plugins", "--json"))}
     assert listed["langchain"].startswith("agl-langchain ")

@@ -21,7 +21,7 @@ from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import Request
 from agl_chat.conversation import ChatText
 from agl_core.errors import EngineError
-from agl_torch.loop import EngineLoop
+from agl_torch.process import EngineLoop
 from agl_torch.sampler import Sampler
 
 from .conftest import Loaded, random_ids

@@ -14,8 +14,7 @@ import typer
 from agl_core import kinds
 from agl_core.cli.screen import AsJson, Screen, Set, print_json, table
 from agl_core.cli.words import number, one_line
-from agl_core.client.connection import LightningClient
-from agl_core.client.worker import until_signal
+from agl_core.client.worker import LightningClient, until_signal
 from agl_core.config.load import CONFIG_FILE, SERVED, LoadedConfig, load, store_config
 from agl_core.errors import ConfigError
 from agl_core.kinds import Kind

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,16 +17,15 @@ import typer
 
 from agl_core.cli.screen import Screen, Set
 from agl_core.client.agent import agent_environment, client_variables
-from agl_core.client.connection import LightningClient, ServerAddress, find_server, is_over
 from agl_core.client.local import choose_runner
-from agl_core.client.worker import Worker, on_signals
+from agl_core.client.worker import LightningClient, Worker, on_signals
 from agl_core.config.load import CONFIG_FILE, read_config
 from agl_core.config.models import AgentSection, RunConfig, UntrainedConfig
 from agl_core.config.resolve import Problems
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
 from agl_core.types import Ending
-from agl_core.wire import take_key, take_keys
+from agl_core.wire import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile, problem_of_key, take_key, take_keys
 
 Target = Annotated[
     Path | None,
@@ -53,6 +54,7 @@ Concurrency = Annotated[
 ]
 Drain = Annotated[float, typer.Option(min=0, help="Seconds that rollouts get to end after SIGTERM or Ctrl-C.")]
 
+_URL = re.compile(r"https?://[^\s/]+")
 _LOOK_AGAIN = 0.5
 _SHOW_EVERY = 10.0
 """Seconds between lines about the attempts."""
@@ -171,3 +173,56 @@ async def _show(worker: Worker, console: Screen) -> None:
 def _counts(worker: Worker) -> str:
     done = worker.endings[Ending.FINISHED]
     return f"attempts: {worker.running} running, {done} done, {worker.endings.total() - done} failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A server's address, and a key to it."""
+
+    base_url: str
+    key: str = field(repr=False)
+
+
+def find_server(
+    config: RunConfig | None, folder: Path | None, url: str | None, chosen: Mapping[str, str], name: str = WORKER_KEY
+) -> ServerAddress | None:
+    """The server of a run: at `url`, else where the file in the run's `folder`, or in the newest run of its name, says.
+
+    The key is the `chosen` one (`take_keys`) of the variable `name`, else the one in that file. None if there is no
+    such file yet; ConfigError if only the key is missing, or if it is invalid.
+    """
+    base_url = (url or "").rstrip("/")
+    file = _newest(config, folder, base_url)
+    base_url = base_url or (file.base_url if file and not file.over else "")
+    if base_url and not _URL.fullmatch(base_url):
+        raise ConfigError(f"{base_url!r} is no address of a server. Give it as http://HOST:PORT.")
+    kept = "operator_key" if name == OPERATOR_KEY else "worker_key"
+    key = chosen.get(name) or (file and getattr(file, kept))
+    if key and (problem := problem_of_key(name if name in chosen else SERVER_FILE, key)):
+        raise ConfigError(f"{problem} Set it anew, to the value that it has where the server runs.")
+    if base_url and not key:
+        raise ConfigError(
+            f"The key of the server at {base_url} is not known here: set {name} to the value it has where the server "
+            f"runs (where it has none, it is the {kept} in the run's {SERVER_FILE})."
+        )
+    return ServerAddress(base_url, key) if base_url and key else None
+
+
+def is_over(config: RunConfig | None, folder: Path | None, server: ServerAddress) -> bool:
+    """True if the file of this server says that its run is over; False on a machine that does not have the file."""
+    file = _newest(config, folder, server.base_url)
+    return file is not None and file.base_url == server.base_url and file.over
+
+
+def _newest(config: RunConfig | None, folder: Path | None, base_url: str) -> ServerFile | None:
+    """The file of this server, if there is one, else the newest one."""
+    if folder is not None:
+        files = [folder / SERVER_FILE]
+    elif config is None:
+        files = []
+    else:
+        same_name = re.compile(rf"{re.escape(config.name)}(-\d+)?")
+        files = [file for file in config.runs.glob(f"*/{SERVER_FILE}") if same_name.fullmatch(file.parent.name)]
+    servers = [(file.stat().st_mtime, server) for file in files if (server := ServerFile.read(file))]
+    servers.sort(key=lambda entry: (entry[1].base_url == base_url, entry[0]))
+    return servers[-1][1] if servers else None

@@ -19,7 +19,6 @@ import orjson
 
 from agl_core.capture import attach, installed_adapters
 from agl_core.client.agent import TaskPerAttempt, client_variables, load_agent
-from agl_core.client.connection import LightningClient
 from agl_core.client.processes import (
     AgentProcesses,
     CommandPerAttempt,
@@ -29,7 +28,7 @@ from agl_core.client.processes import (
     import_agent,
     prepare_agent,
 )
-from agl_core.client.worker import Runner, Worker, until_signal
+from agl_core.client.worker import LightningClient, Runner, Worker, until_signal
 from agl_core.errors import AgentError, AglError
 from agl_core.plugins import Plugins
 from agl_core.processes import NoProcessError, fate, request

@@ -1,4 +1,8 @@
-"""A worker leases rollouts, has the agent run on them concurrently, and reports how each attempt ended."""
+"""The client of a Lightning Server; a worker leases rollouts by it, and reports how each attempt ended.
+
+A request raises UnreachableError if the server did not answer or failed, RefusedError if it refused the request, and
+will again, and ConfigError if no request can carry the key. All requests may be repeated: the same one counts once.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,22 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import httpx
+import orjson
+from pydantic import ValidationError
+
 from agl_core.capture import Recording
 from agl_core.capture.recording import MAX_PROBLEMS
 from agl_core.client.agent import AttemptEnd, closing
-from agl_core.client.connection import LightningClient, UnreachableError
-from agl_core.errors import ServerError
+from agl_core.errors import ConfigError, ServerError
 from agl_core.types import AttemptKey, Ending
 from agl_core.wire import (
     CLOSE,
     HEARTBEAT,
     LEASE,
     MAX_LEASES,
+    Answer,
+    Asked,
     Assignment,
     CloseReply,
     CloseRequest,
@@ -36,12 +45,15 @@ from agl_core.wire import (
     HeldAttempt,
     Lease,
     LeaseRequest,
+    Operation,
+    problem_of_key,
 )
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_TIMEOUT = httpx.Timeout(30, read=90)
 _LEASE_WAIT = 5.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 10.0
 _HEARTBEAT_TIMEOUT = 10.0
@@ -49,6 +61,79 @@ _BEFORE_FIRST_LEASE = 5.0
 """Seconds between heartbeats until the first lease says how often the server wants them."""
 _NOTICE = 0.5
 """Seconds to notice that an agent has ended by itself: a process that was stopped learns late that time is up."""
+
+
+class UnreachableError(ServerError):
+    """The server did not answer, or cannot handle the request now: the same request may succeed later."""
+
+
+class RefusedError(ServerError):
+    """The server refused: a key, a body or an id is wrong."""
+
+
+class LightningClient:
+    """A client of workers and operators; one instance per event loop.
+
+    >>> async def example():
+    ...     async with LightningClient("http://127.0.0.1:8000", key="…") as client:
+    ...         return await client.ask(LEASE, LeaseRequest(worker="w1", capacity=4, wait=10))
+    """
+
+    def __init__(self, base_url: str, key: str, timeout: float | None = None) -> None:
+        self.base_url, self.key = base_url, key
+        limits = httpx.Limits(max_connections=64)
+        self._http = httpx.AsyncClient(
+            base_url=base_url, headers=_headers(key), timeout=timeout or _TIMEOUT, trust_env=False, limits=limits
+        )
+
+    async def ask(self, operation: Operation[Asked, Answer], body: Asked, lease: Lease | None = None) -> Answer:
+        """The reply to a request, which may be about the attempt of a lease.
+
+        A body larger than the server reads is refused here: the server would hang up meanwhile.
+        """
+        content = body.model_dump_json().encode() if operation.has_body else b""
+        if len(content) > operation.largest:
+            raise RefusedError(
+                f"{self.base_url}{operation.path}: the request body has {len(content)} bytes; "
+                f"{operation.largest >> 20} MiB are the limit."
+            )
+        path, headers = operation.path, None
+        if lease is not None:
+            path, headers = path.format(rollout=lease.rollout, attempt=lease.attempt), _headers(lease.secret)
+        try:
+            response = await self._http.request(operation.method, path, content=content, headers=headers)
+        except httpx.HTTPError as error:
+            raise UnreachableError(
+                f"The Lightning Server at {self.base_url} cannot be reached ({type(error).__name__}: {error}). "
+                f"Is it running, and is the address right?"
+            ) from error
+        if response.is_error:
+            kind = UnreachableError if response.is_server_error else RefusedError
+            raise kind(f"{response.url} answered {response.status_code}: {_reason(response)}")
+        try:
+            return operation.reply.model_validate_json(response.content)
+        except ValidationError as error:
+            text = f"{response.url} answered, but not as a Lightning Server of this version does."
+            raise ServerError(text) from error
+
+    async def __aenter__(self) -> LightningClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+
+def _headers(key: str) -> dict[str, str]:
+    if problem := problem_of_key("The server's key", key):
+        raise ConfigError(problem)
+    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        return str(orjson.loads(response.content)["error"]["message"])
+    except (orjson.JSONDecodeError, TypeError, KeyError):
+        return response.text[:500]
 
 
 class Runner(Protocol):

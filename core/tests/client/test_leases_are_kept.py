@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from agl_core.client.agent import Agent, AgentContext, TaskPerAttempt
-from agl_core.client.connection import LightningClient, UnreachableError
-from agl_core.client.worker import Worker
+from agl_core.client.worker import LightningClient, UnreachableError, Worker
 from agl_core.errors import ServerError
 from agl_core.testing import episodes as make
 from agl_core.types import Ending
@@ -123,7 +122,7 @@ async def test_a_server_that_goes_and_comes_back_is_waited_for(
         return answer
 
     queue = workplace.stack.server.queue
-    with caplog.at_level(logging.WARNING, "agl_core.client.connection"):
+    with caplog.at_level(logging.WARNING, "agl_core.client.worker"):
         async with working(workplace, agent) as (worker, road, task):
             await queue.enqueue([make.rollout("w0")])
             await called.wait()

@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
+from agl_core.cli.worker import ServerAddress, find_server, is_over
 from agl_core.client.agent import Agent, TaskPerAttempt, agent_environment, client_variables
-from agl_core.client.connection import LightningClient, ServerAddress, find_server, is_over
 from agl_core.client.processes import CommandPerAttempt, ProcessPerAttempt
+from agl_core.client.worker import LightningClient
 from agl_core.errors import ConfigError, ServerError
 from agl_core.types import Ending
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, take_keys

@@ -17,10 +17,9 @@ import pytest
 from agl_core.capture import Recording, current_attempt, record_tool_result, reward
 from agl_core.client import agent as agent_module
 from agl_core.client.agent import Agent, AgentContext, AttemptEnd, TaskPerAttempt, closing, crashed
-from agl_core.client.connection import LightningClient, RefusedError
 from agl_core.client.local import choose_runner
 from agl_core.client.processes import CommandPerAttempt, ProcessPerAttempt
-from agl_core.client.worker import Runner
+from agl_core.client.worker import LightningClient, RefusedError, Runner
 from agl_core.config.models import AgentSection, UntrainedConfig, WorkerSection
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make

@@ -17,7 +17,8 @@ import typer
 from agl_core import kinds
 from agl_core.cli.screen import AsJson, print_json
 from agl_core.cli.words import codex_hint, harmless
-from agl_core.client.connection import LightningClient, find_server
+from agl_core.cli.worker import find_server
+from agl_core.client.worker import LightningClient
 from agl_core.config.load import LoadedConfig, load
 from agl_core.errors import AglError
 from agl_core.plugins import Plugins

@@ -47,7 +47,7 @@ from agl_server.health.alarms import StallWatch
 from agl_server.training.metrics import Advance
 
 if TYPE_CHECKING:  # A run is read where no server is installed, too.
-    from agl_server.queue.rollouts import RolloutQueue
+    from agl_server.queue import RolloutQueue
 
 AttemptRecord = TypeVar("AttemptRecord", Call, ToolResult, Reward, TrainingRecord, Annotation)
 logger = logging.getLogger(__name__)

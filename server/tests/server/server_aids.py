@@ -18,7 +18,7 @@ from agl_core.testing.scripts import Fail, Raw
 from agl_core.testing.upstream import END_TOKEN, logprob_entry
 from agl_core.types import AttemptKey, Ending, Episode
 from agl_core.wire import CloseRequest
-from agl_server.queue.rollouts import RolloutQueue
+from agl_server.queue import RolloutQueue
 from agl_server.testing import Stack
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

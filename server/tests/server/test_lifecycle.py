@@ -17,7 +17,7 @@ from agl_core.testing import episodes as make
 from agl_core.types import Attempt, AttemptKey, Ending, Rollout, RolloutState
 from agl_core.wire import CloseReply, CloseRequest, HeartbeatRequest, HeldAttempt, LeaseRequest
 from agl_server.http.keys import Keys
-from agl_server.queue.rollouts import RolloutQueue
+from agl_server.queue import RolloutQueue
 
 from .server_aids import Clock
 

@@ -17,7 +17,7 @@ from agl_core.testing import episodes as make
 from agl_core.types import AttemptKey, Ending, RolloutState, Source, ToolResult, ToolStatus
 from agl_core.wire import CloseRequest, HeartbeatRequest, HeldAttempt, LeaseReply, LeaseRequest, RewardReport
 from agl_server.http.keys import Keys
-from agl_server.queue.rollouts import RolloutQueue
+from agl_server.queue import RolloutQueue
 
 from .server_aids import Clock, log_of_agl, open_attempt
 
@@ -117,7 +117,7 @@ async def test_what_memory_has_forgotten_is_answered_from_the_store(
     queue: RolloutQueue, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory forgets once too many have ended since, or the server was restarted."""
-    monkeypatch.setattr("agl_server.queue.rollouts.MAX_REMEMBERED", 1)
+    monkeypatch.setattr("agl_server.queue.MAX_REMEMBERED", 1)
     await queue.enqueue([make.rollout("a"), make.rollout("b"), make.rollout("c")])
     first, second = [await lease_one(queue, calls=1) for _ in range(2)]
     for key in (first, second):

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from agl_core.capture.requests import HEADER_ROLLOUT
-from agl_core.client.connection import LightningClient, UnreachableError
+from agl_core.client.worker import LightningClient, UnreachableError
 from agl_core.errors import ServerError
 from agl_core.protocols import Upstream
 from agl_core.testing import episodes as make
