@@ -32,17 +32,21 @@ DECORATED = "__agl_plugin__"
 """The attribute of a decorated function or class that registers the component made of it."""
 
 
-def lazily(package: str, **modules: str) -> Callable[[str], Any]:
+def lazily(package: str, framework: str | None = None, **modules: str) -> Callable[[str], Any]:
     """The `__getattr__` of a package that imports each name from its module at its first use.
 
     Every agl process imports the packages of all plugins, also where their frameworks are not used.
 
-        __getattr__ = lazily(__name__, MyCallback=".callback", attach=".plugin")
+        __getattr__ = lazily(__name__, "my_framework", MyCallback=".callback")
+
+    The `framework` is imported first: that attaches an adapter, which must not find its own module half imported.
     """
 
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if framework is not None:
+            importlib.import_module(framework)
         return getattr(importlib.import_module(modules[name], package), name)
 
     return get

@@ -12,7 +12,7 @@ from agl_core.types import ToolStatus
 if TYPE_CHECKING:
     from agl_langchain.callback import AglCallback as AglCallback
 
-__getattr__ = lazily(__name__, AglCallback=".callback")
+__getattr__ = lazily(__name__, "langchain_core", AglCallback=".callback")
 
 _RULES = (
     StatusRule(

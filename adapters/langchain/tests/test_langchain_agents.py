@@ -394,3 +394,15 @@ def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(s
         assert transition.response["content"] == "done"
     """
     run_python(program)
+
+
+def test_the_callback_may_be_imported_before_the_framework() -> None:
+    program = """
+        import agl_core
+
+        attachment = agl_core.attach()
+        from agl_langchain import AglCallback
+
+        assert not attachment.failed, attachment.failed
+    """
+    run_python(program)
