@@ -86,15 +86,15 @@ def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(ru
         ("agent=critic", 1),
         ("ending=finished", 4),
         ("ending=crashed", 0),
-        ("low=0&high=0", 1),
-        ("low=1", 3),
+        ("min_reward=0&max_reward=0", 1),
+        ("min_reward=1", 3),
         ("text=it+is+41", 1),
         ("text=TABLE", 4),
         ("mode=eval-greedy", 0),
         ("step=2", 0),
         ("policy=other", 0),
-        ("tool=look&status=error", 1),
-        ("status=timeout", 0),
+        ("tool=look&tool_status=error", 1),
+        ("tool_status=timeout", 0),
         ("dropped=no_advantage", 2),
     ],
 )
@@ -127,7 +127,7 @@ def test_rollouts_come_in_pages_of_whole_groups_training_first(runs: Folder, mon
     assert "s9-g9" in page("?mode=")[0]
 
 
-@pytest.mark.parametrize("query", ["step=x", "step=inf", "step=1e40", "mode=other", "low=much"])
+@pytest.mark.parametrize("query", ["step=x", "step=inf", "step=1e40", "mode=other", "min_reward=much"])
 def test_a_filter_that_cannot_be_read_is_named(runs: Folder, query: str) -> None:
     runs.trained()
 

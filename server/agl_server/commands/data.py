@@ -28,7 +28,7 @@ To = Annotated[Format, typer.Option("--to", help="The format; docs/data.md has w
 Out = Annotated[Path, typer.Option(help="What to make: a folder with parquet, else one file, for instance sft.jsonl.")]
 
 
-@filtered("step", "mode", "split", "low", "high", "agent", "verdict")
+@filtered("step", "mode", "split", "min_reward", "max_reward", "agent", "verdict")
 def export(run: Run, to: To, out: Out, *, query: Query, as_json: AsJson = False) -> None:
     """Write what was recorded of a run for other tools: tables, episodes, or conversations to train on.
 

@@ -15,7 +15,7 @@ from agl_core.cli.screen import AsJson, Screen, print_json, table
 from agl_core.cli.words import number, one_line, plain, said_by, score, size, status_text
 from agl_core.learning.transitions import message_text
 from agl_core.types import Reward, TrainingRecord
-from agl_server.commands.screen import FILTERS, NewestRun, Runs, filtered
+from agl_server.commands.screen import NewestRun, Runs, filtered
 from agl_server.health.rollouts import has_cut_prompt
 from agl_server.reading import runs as reading
 from agl_server.reading.explained import AttemptReport, GroupReport, RolloutReport, TerminalReward, Turn, read_group
@@ -83,7 +83,7 @@ def rm(run: Runs, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")
 Limit = Annotated[int, typer.Option(min=1, help="The number of rollouts, the newest ones.")]
 
 
-@filtered(*FILTERS)
+@filtered()
 def rollouts(run: NewestRun = None, *, query: Query, limit: Limit = 20, as_json: AsJson = False) -> None:
     """List the rollouts of a run, the newest last."""
     reports = asyncio.run(list_rollouts(reading.find_run(run), query, limit))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,7 +15,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from agl_core.cli.screen import Screen
 from agl_core.config.sections import ServerSection
 from agl_core.plugins import Plugins
-from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_server.http.keys import is_loopback
 from agl_server.training.metrics import Advance, Observer, numbered
 
@@ -29,24 +28,6 @@ Seed = Annotated[int | None, typer.Option(help="Overrides the file's seed.")]
 
 # A server
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")]
-
-# Filters of rollouts
-FILTERS: Mapping[str, tuple[Any, str, str]] = {
-    "step": (int, "--step", "Only of this step."),
-    "mode": (Mode, "--mode", "Only of this mode."),
-    "split": (str, "--split", "Only of tasks of this split."),
-    "ending": (Ending, "--ending", "Only those that ended like this."),
-    "agent": (str, "--agent", "Only those in which this agent made a call."),
-    "policy": (str, "--policy", "Only those in which this policy answered a call."),
-    "tool": (str, "--tool", "Only those in which this tool was called."),
-    "status": (ToolStatus, "--tool-status", "Only those in which a tool (of --tool) came to this."),
-    "dropped": (str, "--dropped", "Only those with a transition dropped for this reason."),
-    "low": (float, "--min-reward", "Only with at least this terminal reward."),
-    "high": (float, "--max-reward", "Only with at most this terminal reward."),
-    "text": (str, "--text", "Only those with this text in task, call or result."),
-    "verdict": (Verdict, "--verdict", "Only those with this verdict (docs/health.md)."),
-}
-"""Type, option and help of each field of `agl_server.reading.rollouts.Query`."""
 
 # A model server
 UpstreamUrl = Annotated[
@@ -74,17 +55,19 @@ Model = Annotated[
 
 
 def filtered(*names: str) -> Callable[[Command], Command]:
-    """Give a command options for these filters, which come as its keyword `query`."""
+    """Give a command options for these fields of its keyword `query`, with their help; by default for all."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         query, parameters = signature.parameters["query"], list[inspect.Parameter]()
+        fields = get_type_hints(query.annotation, include_extras=True)
+        options = [_option(name, *get_args(fields[name])) for name in names or fields]
         for parameter in signature.parameters.values():
-            parameters += [_filter(name) for name in names] if parameter is query else [parameter]
+            parameters += options if parameter is query else [parameter]
 
         @functools.wraps(command)
         def with_query(**values: Any) -> Any:
-            return command(query=query.annotation(**{name: values.pop(name) for name in names}), **values)
+            return command(query=query.annotation(**{it.name: values.pop(it.name) for it in options}), **values)
 
         with_query.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return with_query  # type: ignore[return-value]
@@ -92,9 +75,8 @@ def filtered(*names: str) -> Callable[[Command], Command]:
     return decorate
 
 
-def _filter(name: str) -> inspect.Parameter:
-    kind, option, text = FILTERS[name]
-    annotation: Any = Annotated[kind, typer.Option(option, help=text)]
+def _option(name: str, kind: Any, text: str) -> inspect.Parameter:
+    annotation: Any = Annotated[kind, typer.Option(help=text)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

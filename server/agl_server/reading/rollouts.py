@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from agl_core.learning.transitions import message_text
 from agl_core.store import Store
@@ -18,38 +19,29 @@ from agl_server.training.rollouts import read_attempts
 
 _PAGE = 200
 """Rollouts that are read together while matches are looked for."""
-
-
 _WORD = re.compile("[A-Za-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which rollouts; None: any. Calls, tools and training are those of the attempt that counts."""
+    """Which rollouts; None: any. Calls, tools and training are those of the attempt that counts.
 
-    step: int | None = None
-    mode: Mode | None = None
-    ending: Ending | None = None
-    agent: str | None = None
-    """One that made a call."""
-    policy: str | None = None
-    """One that answered a call."""
-    tool: str | None = None
-    """One that was called."""
-    status: ToolStatus | None = None
-    """How a tool ended: `tool`, if that is given."""
-    dropped: str | None = None
-    """A reason for which a transition was not trained on."""
-    low: float | None = None
-    """The least terminal reward."""
-    high: float | None = None
-    """The highest terminal reward; it is included."""
-    text: str | None = None
-    """Somewhere in the task's input, a message, a reply, or the result; upper and lower case are alike."""
-    split: str | None = None
-    """The task's."""
-    verdict: Verdict | None = None
-    """On the rollout's health."""
+    Commands have an option for each field, with this help.
+    """
+
+    step: Annotated[int | None, "Only of this step."] = None
+    mode: Annotated[Mode | None, "Only of this mode."] = None
+    split: Annotated[str | None, "Only of tasks of this split."] = None
+    ending: Annotated[Ending | None, "Only those that ended like this."] = None
+    agent: Annotated[str | None, "Only those in which this agent made a call."] = None
+    policy: Annotated[str | None, "Only those in which this policy answered a call."] = None
+    tool: Annotated[str | None, "Only those in which this tool was called."] = None
+    tool_status: Annotated[ToolStatus | None, "Only those in which a tool (of --tool) came to this."] = None
+    dropped: Annotated[str | None, "Only those with a transition dropped for this reason."] = None
+    min_reward: Annotated[float | None, "Only with at least this terminal reward."] = None
+    max_reward: Annotated[float | None, "Only with at most this terminal reward."] = None
+    text: Annotated[str | None, "Only those with this text in task, call or result."] = None
+    verdict: Annotated[Verdict | None, "Only those with this verdict (docs/health.md)."] = None
 
     @property
     def words(self) -> list[str]:
@@ -59,7 +51,7 @@ class Query:
     @property
     def reads_calls(self) -> bool:
         """True if calls and tool results have to be read to know what matches."""
-        return any((self.agent, self.policy, self.tool, self.status, self.text, self.verdict))
+        return any((self.agent, self.policy, self.tool, self.tool_status, self.text, self.verdict))
 
     def takes(self, entry: RolloutEntry) -> bool:
         """True if a rollout matches but for its calls, and for step and mode, which the store selects by."""
@@ -67,8 +59,8 @@ class Query:
         return (
             self.split in (None, rollout.task.split)
             and self.ending in (None, rollout.ending)
-            and (self.low is None or (reward is not None and reward >= self.low))
-            and (self.high is None or (reward is not None and reward <= self.high))
+            and (self.min_reward is None or (reward is not None and reward >= self.min_reward))
+            and (self.max_reward is None or (reward is not None and reward <= self.max_reward))
             and (self.dropped is None or any(self.dropped == record.dropped for record in entry.training_records))
         )
 
@@ -82,8 +74,8 @@ class Query:
             (self.agent is None or any(t.agent == self.agent for t in transitions))
             and (self.policy is None or any(t.policy == self.policy for t in transitions))
             and (
-                (self.tool is None and self.status is None)
-                or any(self.tool in (None, r.tool) and self.status in (None, r.status) for r in results)
+                (self.tool is None and self.tool_status is None)
+                or any(self.tool in (None, r.tool) and self.tool_status in (None, r.status) for r in results)
             )
             and (self.verdict is None or (health is not None and health.verdict is self.verdict))
             and (not self.text or any(self.text.lower() in part.lower() for part in _texts(report)))

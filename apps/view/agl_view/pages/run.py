@@ -170,7 +170,9 @@ def _seconds(lines: Sequence[MetricsLine]) -> dict[str, Points]:
 
 def _histogram(name: str, step: int, rewards: Sequence[float], of: str) -> Chart | None:
     def link(low: float, high: float) -> str:
-        return page_address("runs", name, "rollouts", step=step, mode="train", low=repr(low), high=repr(high))
+        return page_address(
+            "runs", name, "rollouts", step=step, mode="train", min_reward=repr(low), max_reward=repr(high)
+        )
 
     return histogram(f"Rewards of step {step}", f"{of} by terminal reward", rewards, link)
 
