@@ -87,10 +87,10 @@ def tables(model: type[BaseModel], path: str = "", about: str = "") -> Iterator[
 
 def settings(component: Component, shown: dict[str, str]) -> Iterator[str]:
     """A component's settings; those that one of its kind above has too are only named. `shown` says whose they are."""
-    assert component.doc, f"{component.kind} {component.name} has no description"
+    assert component.summary, f"{component.kind} {component.name} has no description"
     rows = rows_of(component.options)
     common = [key for key, row in rows.items() if row in shown]
-    yield from (f"### {component.kind} `{component.name}` ({component.origin.split()[0]})", "", component.doc, "")
+    yield from (f"### {component.kind} `{component.name}` ({component.origin.split()[0]})", "", component.summary, "")
     yield from _table({key: row for key, row in rows.items() if key not in common})
     if common:
         owner = shown[rows[common[0]]]

@@ -118,8 +118,8 @@ def credit_rule(
     *,
     kind: CreditKind | Collection[CreditKind],
     name: str | None = None,
-    needs: Iterable[Capability] = (),
-    provides: Iterable[Capability] = (),
+    needs: Collection[Capability] = (),
+    provides: Collection[Capability] = (),
 ) -> Callable[[Decorated], Decorated]:
     """Make `function(episodes, *, settings…) -> list[list[float]]` a credit rule.
 
@@ -127,8 +127,9 @@ def credit_rule(
     `CreditKind.REWARD`, or both if the algorithm may read them as either. `needs` is what it needs of the rest of the
     run, for instance `Capability.GROUPS`. If tool results count in its values, it provides `Capability.TOOL_RESULTS`.
     """
+    yields = {kind} if isinstance(kind, CreditKind) else kind
     decorate: Callable[[Decorated], Decorated] = component(
-        None, kinds.CREDIT, name, yields=kind, needs=tuple(needs), provides=tuple(provides)
+        None, kinds.CREDIT, name, yields=yields, needs=needs, provides=provides
     )
     return decorate
 
@@ -138,7 +139,7 @@ def algorithm(
     name: str | None = None,
     options: type[BaseModel] | None = None,
     takes: CreditKind | Callable[[Any], CreditKind | None] | None = CreditKind.RETURN,
-    needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (Capability.TOKEN_IDS,),
+    needs: Collection[Capability] | Callable[[Any], Collection[Capability]] = (Capability.TOKEN_IDS,),
 ) -> Callable[[Decorated], Decorated]:
     """Make a class, or a function that builds one, an algorithm; its keyword-only parameters are the settings.
 

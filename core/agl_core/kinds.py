@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, Concatenate, NewType, ParamSpec
 
 from pydantic import BaseModel, ConfigDict
@@ -71,47 +71,42 @@ class NoOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+@dataclass(frozen=True, eq=False)
 class Component:
-    """One thing that a plugin brought."""
+    """One thing that a plugin brought, and what it says about it; `needs` and `takes` may depend on the settings."""
 
-    def __init__(
-        self,
-        origin: str,
-        kind: Kind,
-        name: str,
-        build: Callable[..., Any],
-        *,
-        options: type[BaseModel] = NoOptions,
-        doc: str | None = None,
-        needs: Iterable[Capability] | Callable[[Any], Iterable[Capability]] = (),
-        provides: Iterable[Capability] = (),
-        takes: CreditKind | Callable[[Any], CreditKind | None] | None = CreditKind.RETURN,
-        yields: CreditKind | Collection[CreditKind] = (),
-        status_rules: Iterable[Any] = (),
-        defaults: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        """Its `origin` is the distribution and version, or the file, that it came from.
+    origin: str
+    """The distribution and version, or the file, that it came from."""
+    kind: Kind
+    name: str
+    build: Callable[..., Any]
+    """Makes it of its settings, and of what else its kind gets."""
+    _: KW_ONLY
+    options: type[BaseModel] = NoOptions
+    """The model of its settings."""
+    doc: str | None = None
+    """Absent: the builder's docstring."""
+    needs: Collection[Capability] | Callable[[Any], Collection[Capability]] = ()
+    """What it needs of the rest of the run."""
+    provides: Collection[Capability] = ()
+    """What it offers to the rest of the run."""
+    takes: CreditKind | Callable[[Any], CreditKind | None] | None = CreditKind.RETURN
+    """What an algorithm takes; None: neither, so that rewards mean nothing to it."""
+    yields: Collection[CreditKind] = ()
+    """What a credit rule's values can be read as."""
+    status_rules: Sequence[Any] = ()
+    """The words in which an adapter's framework tells a model that a tool failed."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """An engine's own, for the settings of algorithms."""
 
-        `options` is a pydantic model of the settings, which `build` gets first; `doc` is by default the first line of
-        the builder's docstring. `needs` is what the component needs of the rest of the run, `provides` what it offers.
-        An algorithm `takes` returns or rewards (None: neither, so that rewards mean nothing to it); a credit rule
-        `yields` returns, rewards, or both if its values can be read as either. `needs` and `takes` may be computed from
-        the settings. `status_rules` are the words in which an adapter's framework tells a model that a tool failed.
-        `defaults` are an engine's own for the settings of algorithms.
-        """
-        if kind == CREDIT and not yields:
-            raise TypeError(
-                f"{kind} '{name}' must say what its values are: yields=agl_core.CreditKind.RETURN or REWARD"
-            )
-        self.origin, self.kind, self.name, self.build, self.options = origin, kind, name, build, options
-        self.doc = (doc or build.__doc__ or "").strip().split("\n", 1)[0]
-        self.needs: Callable[[Any], frozenset[Capability]] = lambda chosen: frozenset(
-            needs(chosen) if callable(needs) else needs
-        )
-        self.takes: Callable[[Any], CreditKind | None] = lambda chosen: takes(chosen) if callable(takes) else takes
-        self.provides = frozenset(provides)
-        self.yields = frozenset({yields} if isinstance(yields, CreditKind) else yields)
-        self.status_rules, self.defaults = tuple(status_rules), dict(defaults)
+    def __post_init__(self) -> None:
+        if self.kind == CREDIT and not self.yields:
+            raise TypeError(f"{self.kind} '{self.name}' must say what its values are: yields={{CreditKind.RETURN}}")
+
+    @property
+    def summary(self) -> str:
+        """The first line of its description."""
+        return (self.doc or self.build.__doc__ or "").strip().split("\n", 1)[0]
 
     @property
     def label(self) -> str:

@@ -106,7 +106,7 @@ def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
 
     def built(kind: Kind, name: str, *context: Any, **settings: Any) -> Any:
         component = plugins.component(kind, name, "the page")
-        assert component.doc, f"{kind} {name} has no description"
+        assert component.summary, f"{kind} {name} has no description"
         return component.build(component.options(**settings), *context)
 
     for kind, names in MADE.items():

@@ -24,6 +24,7 @@ from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.reinforce import Reinforce
 from agl_core import Capability, CreditKind, kinds
+from agl_core.config.resolve import ChosenComponent
 from agl_core.plugins import Plugins
 
 from .conftest import Row, batches, build, critic_values, make_logprobs, make_samples, select
@@ -250,11 +251,11 @@ def test_each_is_registered_with_what_it_takes_and_needs(
     plugins = Plugins()
     plugins.register(plugin, "test")
     component = plugins.components(kinds.ALGORITHM)[name]
-    chosen = component.options(**options)
-    algorithm = component.build(chosen)
+    chosen = ChosenComponent(component, component.options(**options))
+    algorithm = chosen.build()
     assert isinstance(algorithm, algorithm_class)
-    assert component.needs(chosen) == ALWAYS | needs
-    assert component.takes(chosen) is takes
+    assert chosen.needs == ALWAYS | needs
+    assert chosen.takes is takes
     # What it tells the engine is what the check goes by.
     assert algorithm.needs_critic == (Capability.CRITIC in needs)
     assert algorithm.needs_reference == (Capability.REFERENCE in needs)

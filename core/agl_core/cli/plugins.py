@@ -11,6 +11,7 @@ import typer
 
 from agl_core import kinds
 from agl_core.cli.screen import AsJson, Screen, print_json
+from agl_core.config.resolve import ChosenComponent
 from agl_core.errors import nearest
 from agl_core.kinds import Component
 from agl_core.plugins import Plugins
@@ -64,17 +65,17 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
 
 def describe(component: Component) -> dict[str, Any]:
     """A component as JSON; `needs` and `takes`, with the default settings, are None if a setting has no default."""
-    defaults = component.options.model_construct()
+    chosen = ChosenComponent(component, component.options.model_construct())
     needs: list[str] | None = None
     takes: str | None = None
     with contextlib.suppress(AttributeError):
-        needs, takes = sorted(component.needs(defaults)), component.takes(defaults)
+        needs, takes = sorted(chosen.needs), chosen.takes
     schema = component.options.model_json_schema()
     return {
         "kind": component.kind,
         "name": component.name,
         "origin": component.origin,
-        "doc": component.doc,
+        "doc": component.summary,
         "settings": [
             {
                 "name": name,

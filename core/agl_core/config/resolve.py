@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -57,11 +56,13 @@ class ChosenComponent:
 
     @property
     def needs(self) -> frozenset[Capability]:
-        return self.component.needs(self.options)
+        needs = self.component.needs
+        return frozenset(needs(self.options) if callable(needs) else needs)
 
     @property
     def takes(self) -> CreditKind | None:
-        return self.component.takes(self.options)
+        takes = self.component.takes
+        return takes(self.options) if callable(takes) else takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,8 +281,7 @@ class _Resolver:
         if isinstance(options, MixtureOptions):
             parts = self.tables(kind, "source", (*place, "parts"), options.parts)
             needs = frozenset(need for part in parts.values() for need in part.needs)
-            component = copy(component)
-            component.build, component.needs = partial(component.build, parts=parts), lambda options: needs
+            component = replace(component, build=partial(component.build, parts=parts), needs=needs)
         return ChosenComponent(component, with_absolute_paths(options, self._folder))
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 import agl_core
 from agl_core import Capability, CreditKind, Task, kinds
+from agl_core.config.resolve import ChosenComponent
 from agl_core.errors import PluginError
 from agl_core.kinds import Component, Kind
 from agl_core.learning.rewards import ScoringRule, score
@@ -43,7 +44,7 @@ def test_settings_are_checked_against_their_annotations() -> None:
 
     rule = component_of(kinds.REWARD, bounded, "bounded_rule")
 
-    assert (bounded(make.episode(), unit="words"), bounded.__doc__, rule.doc) == (200, *["Short answers."] * 2)
+    assert (bounded(make.episode(), unit="words"), bounded.__doc__, rule.summary) == (200, *["Short answers."] * 2)
     assert rule.options.model_fields["limit"].description == "The longest answer."
     assert rule.build(rule.options(unit="words"))(None) == 200
     assert rule.build(rule.options(limit=3, unit="characters"))(None) == -3
@@ -129,7 +130,7 @@ def test_rules_declare_what_they_yield_and_need() -> None:
         return []
 
     rule = component_of(kinds.REWARD, ranks, "ranks")
-    assert rule.needs(rule.options()) == {Capability.GROUPS}
+    assert rule.needs == {Capability.GROUPS}
     assert component_of(kinds.CREDIT, nothing, "nothing").yields == {CreditKind.REWARD, CreditKind.RETURN}
 
 
@@ -154,10 +155,10 @@ def test_an_algorithm_is_a_class_with_its_settings_as_keywords_or_as_a_model() -
     plain = component_of(kinds.ALGORITHM, Keywords, "Keywords")
     model = component_of(kinds.ALGORITHM, WithModel, "model")
     assert plain.build(plain.options(beta=0.3)).beta == 0.3
-    assert (plain.needs(plain.options()), plain.takes(plain.options())) == ({Capability.TOKEN_IDS}, CreditKind.REWARD)
+    assert (set(plain.needs), plain.takes) == ({Capability.TOKEN_IDS}, CreditKind.REWARD)
     assert model.build(model.options()).beta == 0.5
-    assert (model.needs(Model()), model.needs(Model(beta=0))) == ({Capability.REFERENCE}, set())
-    assert model.takes(Model()) is None
+    default, without = ChosenComponent(model, Model()), ChosenComponent(model, Model(beta=0))
+    assert (default.needs, default.takes, without.needs) == ({Capability.REFERENCE}, None, set())
 
 
 @pytest.mark.parametrize(
@@ -209,5 +210,5 @@ def test_functions_attach_to_a_framework_once_each(monkeypatch: pytest.MonkeyPat
 
     component = component_of(kinds.ADAPTER, names, "someones")
     agl_core.attach([names, tools, component.build(component.options())]).detach()
-    assert component.doc == "Agents of someone's framework."
+    assert component.summary == "Agents of someone's framework."
     assert seen == ["names", "tools"]

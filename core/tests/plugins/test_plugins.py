@@ -80,7 +80,7 @@ def test_a_file_brings_its_rules_and_hooks_once(tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
     plugins.hook.call(hooks.policy_updated, policy="default", version=3, metrics={"seen": seen})
 
-    assert (rule.origin, rule.doc) == (str(file), "1 if the answer is short.")
+    assert (rule.origin, rule.summary) == (str(file), "1 if the answer is short.")
     episode = SimpleNamespace(result="abc")
     assert [rule.build(rule.options(limit=limit))(episode) for limit in (2, 3)] == [0.0, 1.0]
     assert seen == [("default", 3)]
