@@ -28,8 +28,7 @@ from starlette.routing import Route
 
 from agl_chat.backends import Backend, Generation, Request, SampledToken
 from agl_chat.conversation import ChatText, Prompt, ReplyMemory, overflow
-from agl_chat.formats import Message, ParsedReply, ToolFormat
-from agl_chat.parsing import ReplyParser, ResponseText
+from agl_chat.parsing import Message, ParsedReply, ReplyParser, ResponseText, ToolFormat
 from agl_chat.requests import ChatRequest, normalise, parse_request
 from agl_core.apis.dialect import unsupported, wrong
 from agl_core.apis.errors import ENGINE_FAILED, ApiError, openai_problem

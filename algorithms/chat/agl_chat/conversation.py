@@ -25,9 +25,8 @@ import numpy as np
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
-from agl_chat.formats import Message, ToolFormat, Tools
-from agl_chat.parsing import ReplyParser, detect_format, detect_thinking
-from agl_chat.plain_text import PlainText, in_plain_text
+from agl_chat.formats import PlainText, detect_format, in_plain_text
+from agl_chat.parsing import Message, ReplyParser, ToolFormat, Tools, detect_thinking
 from agl_chat.requests import fold_systems, meaning, normalise, with_short_ids, with_text_arguments
 from agl_core.apis.dialect import wrong
 from agl_core.apis.errors import CONTEXT_OVERFLOW, ApiError

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from agl_chat.formats import Message, arguments_text
+from agl_chat.parsing import Message, arguments_text
 from agl_core.apis.dialect import json_object, unsupported, wrong
 from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, grammar_of
 from agl_core.types.forms import parse_if_json

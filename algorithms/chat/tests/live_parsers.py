@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
-from agl_chat.parsing import FORMATS
+from agl_chat.formats import FORMATS
 
 from .parser_cases import FIXTURE, REASONING_PARSERS, THOUGHTS, TOOLS, WRITERS, texts
 

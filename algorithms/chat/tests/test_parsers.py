@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import CHATML, LLAMA
 
-from agl_chat.formats import ParsedReply, ToolCall, ToolFormat
-from agl_chat.parsing import FORMATS, THINKING_TAGS, ReplyParser, ThinkingTags, detect_format
-from agl_chat.plain_text import in_plain_text
+from agl_chat.formats import FORMATS, detect_format, in_plain_text
+from agl_chat.parsing import THINKING_TAGS, ParsedReply, ReplyParser, ThinkingTags, ToolCall, ToolFormat
 
 from .conftest import CALCULATOR
 from .parser_cases import FIXTURE, MALFORMED, PROSE_AFTER, REASONING_PARSERS, THOUGHTS, TOOLS, UNKNOWN, WRITERS, texts

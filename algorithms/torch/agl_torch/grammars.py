@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_chat.conversation import ChatText
-from agl_chat.formats import ToolFormat, types_of
+from agl_chat.parsing import ToolFormat, types_of
 from agl_core.apis.dialect import wrong
 from agl_core.types import Tokens
 

@@ -107,7 +107,7 @@ def test_filters_are_in_the_address(runs: Folder, query: str, number: int) -> No
 
 
 def test_rollouts_come_in_pages_of_whole_groups_training_first(runs: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_view.pages.base.PAGE_SIZE", 3)
+    monkeypatch.setattr("agl_view.pages.PAGE_SIZE", 3)
     runs.trained()
     evaluated = [
         replace(r, mode=Mode.EVAL_GREEDY) for r in rollout("s9-g9-m0", answer="Bern") if isinstance(r, Rollout)

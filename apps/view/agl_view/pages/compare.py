@@ -20,7 +20,7 @@ from agl_server.reading.runs import read_settings
 from agl_server.training.checkpoints import differences
 from agl_view.charts import Points, line_chart
 from agl_view.groups import align
-from agl_view.pages.base import BadQueryError, Pages, read_query, whole
+from agl_view.pages import BadQueryError, Pages, read_query, whole
 from agl_view.templating import page_address
 
 

@@ -17,7 +17,7 @@ from agl_server.health.verdict import LOSSES, MetricsLine, counts, held_out, rea
 from agl_server.reading.rollouts import Query, list_rollouts, read_entries
 from agl_server.reading.runs import read_entry, read_settings, read_start
 from agl_view.charts import Chart, Link, Points, histogram, line_chart, stacked
-from agl_view.pages.base import Pages, read_query, run_line
+from agl_view.pages import Pages, read_query, run_line
 from agl_view.templating import page_address
 
 _COLUMNS = {
