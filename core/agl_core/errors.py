@@ -91,3 +91,12 @@ def last_frames(error: BaseException) -> str:
     last = frames[-_FRAMES:]
     is_in_library = all(frame.filename.startswith(_INSTALLED) for frame in last)
     return "".join(traceback.format_list([*(own[-1:] if is_in_library else ()), *last])).rstrip()
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message of an exception, as records keep it."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}"[:2000] if text else type(error).__name__

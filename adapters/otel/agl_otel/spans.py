@@ -12,8 +12,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from agl_core.capture.recording import SPANS, jsonable
-from agl_core.capture.status import Outcome, failure_status, message_status, message_text, status_of, unknown_status
+from agl_core.capture import jsonable
+from agl_core.capture.status import (
+    SPANS,
+    Outcome,
+    failure_status,
+    message_status,
+    message_text,
+    status_of,
+    unknown_status,
+)
 from agl_core.types import Identity, Json, ToolResult, ToolStatus
 from agl_core.types.forms import parse_if_json
 

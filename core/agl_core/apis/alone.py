@@ -22,7 +22,7 @@ from agl_core.apis.responses import Responses
 from agl_core.apis.streamed import LAST_EVENT, EventReader, StreamedCompletion
 from agl_core.apis.streams import STREAM_TYPE
 from agl_core.capture import AttemptContext, Recording, jsonable, report_problem, unpack_variables
-from agl_core.capture.recording import SentCall
+from agl_core.capture.context import SentCall
 from agl_core.capture.requests import HEADER_AGENT, HEADER_PARENT_SPAN, HEADER_STATE
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.learning.transitions import build_episode

@@ -4,6 +4,7 @@ from agl_core.capture.attaching import attach as attach
 from agl_core.capture.attaching import installed_adapters as installed_adapters
 from agl_core.capture.context import AttemptContext as AttemptContext
 from agl_core.capture.context import IdentityScope as IdentityScope
+from agl_core.capture.context import Recording as Recording
 from agl_core.capture.context import current_attempt as current_attempt
 from agl_core.capture.context import current_identity as current_identity
 from agl_core.capture.context import enter_identity as enter_identity
@@ -15,9 +16,6 @@ from agl_core.capture.marking import AgentRun as AgentRun
 from agl_core.capture.marking import ToolRun as ToolRun
 from agl_core.capture.marking import agent as agent
 from agl_core.capture.marking import tool as tool
-from agl_core.capture.recording import Recording as Recording
-from agl_core.capture.recording import describe_error as describe_error
-from agl_core.capture.recording import jsonable as jsonable
 from agl_core.capture.reports import BoundedDict as BoundedDict
 from agl_core.capture.reports import guarded as guarded
 from agl_core.capture.reports import prompt as prompt
@@ -32,4 +30,6 @@ from agl_core.capture.status import message_status as message_status
 from agl_core.capture.status import status_of as status_of
 from agl_core.capture.watching import watch as watch
 from agl_core.capture.watching import wrap_once as wrap_once
+from agl_core.errors import describe_error as describe_error
 from agl_core.types import Identity as Identity
+from agl_core.types.forms import jsonable as jsonable

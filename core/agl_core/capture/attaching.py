@@ -18,8 +18,7 @@ from wrapt import register_post_import_hook
 
 from agl_core import kinds
 from agl_core.capture.context import HERE, NOWHERE, AttemptContext, Here, holding, start_running
-from agl_core.capture.recording import spooled
-from agl_core.capture.reports import report_problem
+from agl_core.capture.reports import report_problem, spooled
 from agl_core.capture.requests import HTTP_LIBRARIES, Stamper, rollout_path
 from agl_core.capture.watching import Patches
 from agl_core.errors import PluginError

@@ -1,4 +1,4 @@
-"""The attempt, agent and state of the running code, and the model call that its tools follow.
+"""The attempt, agent and state of the running code, what is reported of the attempt, and the call that tools follow.
 
 All of it is one context variable, so that concurrent rollouts can share an agent that was made once at import.
 
@@ -13,18 +13,22 @@ import asyncio
 import base64
 import binascii
 import threading
+import time
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import orjson
+from pydantic import BaseModel, ConfigDict
 
-from agl_core.capture.recording import Recording, SentCall, jsonable
-from agl_core.types import Identity, Json
+from agl_core.types import Identity, Json, ToolResult
+from agl_core.types.forms import jsonable
+from agl_core.wire import MAX_ADDRESS, MAX_BYPASSED, RewardReport
 
 V = TypeVar("V")
 
@@ -32,6 +36,8 @@ _MAX_STATE = 16_384
 """Bytes of JSON."""
 _MAX_HEADER = 6_144
 """Bytes of the packed header: proxies take headers of 8 KiB, and the others need room too."""
+MAX_PROBLEMS, _MAX_PROBLEM = 100, 2000
+"""Problems that are kept, and the characters of one: any process that a command starts may report them."""
 
 
 def new_span() -> str:
@@ -96,6 +102,120 @@ class Steps:
     def _inherited(self) -> Step | None:
         step = HERE.get().step
         return step if step is not None and step.steps is self else None
+
+
+class Report(BaseModel):
+    """A report of an agent's process: one field is set, named after the method of `Recording` that takes it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tool_result: ToolResult | None = None
+    reward: RewardReport | None = None
+    problem: str | None = None
+    bypassed: str | None = None
+
+    def add_to(self, recording: Recording) -> None:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if value is not None:
+                getattr(recording, name)(value)
+
+
+class Recording:
+    """Collects the reports of one attempt, from any thread, until it is closed.
+
+    In an agent's process, `send` also passes each report on at once, so that nothing is lost if that is killed.
+    """
+
+    def __init__(self, send: Callable[[Report], None] = lambda report: None) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._tool_results: dict[str, ToolResult] = {}
+        self._rewards: list[RewardReport] = []
+        self._problems: dict[str, None] = {}
+        self._bypassed: Counter[str] = Counter()
+        self._closed = False
+
+    @property
+    def tool_results(self) -> tuple[ToolResult, ...]:
+        """In the order reported; an id reported twice counts once."""
+        with self._lock:
+            return tuple(self._tool_results.values())
+
+    @property
+    def rewards(self) -> tuple[RewardReport, ...]:
+        with self._lock:
+            return tuple(self._rewards)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Failures of adapters, each once."""
+        with self._lock:
+            return tuple(self._problems)
+
+    @property
+    def bypassed_calls(self) -> dict[str, int]:
+        """Calls of model APIs that are not agl's, by address."""
+        with self._lock:
+            return dict(self._bypassed)
+
+    def tool_result(self, report: ToolResult) -> None:
+        with self._lock:
+            if not self._closed:
+                self._tool_results.setdefault(report.id, report)
+        self._send(Report(tool_result=report))
+
+    def reward(self, report: RewardReport) -> None:
+        with self._lock:
+            if not self._closed:
+                self._rewards.append(report)
+        self._send(Report(reward=report))
+
+    def problem(self, text: str) -> bool:
+        """Keep a failure of an adapter, also after the end; True if it is new and among the first."""
+        text = text[:_MAX_PROBLEM]
+        with self._lock:
+            is_new = text not in self._problems and len(self._problems) < MAX_PROBLEMS
+            if is_new:
+                self._problems[text] = None
+        if is_new:
+            self._send(Report(problem=text))
+        return is_new
+
+    def bypassed(self, address: str) -> None:
+        """Count a call of a model API that agl does not see."""
+        address = address[:MAX_ADDRESS]
+        with self._lock:
+            has_room = address in self._bypassed or len(self._bypassed) < MAX_BYPASSED
+            if has_room and not self._closed:
+                self._bypassed[address] += 1
+        self._send(Report(bypassed=address))
+
+    def close(self) -> None:
+        """Keep no more; closing it again changes nothing."""
+        with self._lock:
+            self._closed = True
+
+
+@dataclass(slots=True, eq=False)
+class SentCall:
+    """A model call of an attempt without a server, as it was sent, and its reply as it came."""
+
+    address: str
+    body: bytes
+    headers: dict[str, str]
+    """The headers of the request, and who makes the call, as a server would have got them."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: float = field(default_factory=time.time)
+    ended: float = 0.0
+    reply: bytes | None = None
+    """None before it has come, and if it has another status than 200."""
+    reply_headers: Mapping[str, str] = field(default_factory=dict)
+    result: Any = None
+    """The reply as its HTTP library has it."""
+
+    def end(self, reply: bytes) -> None:
+        self.reply, self.ended = reply, time.time()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,30 +1,41 @@
-"""How adapters and agents report to the attempt that is running, and what adapters need for it."""
+"""How adapters and agents report to the attempt that is running, from a command's processes too."""
 
 from __future__ import annotations
 
+import errno
 import functools
+import itertools
 import logging
 import math
 import os
+import stat
 import time
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import orjson
+from pydantic import ValidationError
 
-from agl_core.capture.context import current_attempt
-from agl_core.capture.recording import Recording, describe_error, jsonable
+from agl_core.capture.context import Recording, Report, current_attempt
 from agl_core.capture.status import Outcome, status_of
-from agl_core.errors import AgentError, nearest
-from agl_core.types import Identity, ToolResult
+from agl_core.errors import AgentError, describe_error, nearest
+from agl_core.types import Identity, Source, ToolResult
+from agl_core.types.forms import jsonable
 from agl_core.wire import RewardReport
 
 logger = logging.getLogger(__name__)
 
 PROMPTS = "AGL_PROMPTS"
 """The environment variable that names a file of prompts. A command that runs as a rollout has their texts in it."""
+MAX_SPOOL = 64 << 20
+"""Bytes of the reports of a command's processes."""
+_MIN_LINE = 1024
+"""Bytes that a line counts for at least: many short ones take long too."""
+_MAX_SPOOLS = 4096
+"""Processes of a command whose reports are read."""
 
 P = ParamSpec("P")
 K = TypeVar("K")
@@ -189,3 +200,76 @@ class BoundedDict(dict[K, V]):
         super().__setitem__(key, value)
         while len(self) > self._most:
             del self[next(iter(self))]
+
+
+def spooled(folder: Path) -> Recording:
+    """A recording that writes its reports as lines of JSON into `folder`, each process into a file of its own."""
+
+    def write(report: Report) -> None:
+        data = report.model_dump_json(exclude_none=True).encode() + b"\n"
+        try:
+            # Opened for each line: what one write appends is whole, whichever thread or fork makes it.
+            file = os.open(folder / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(file, data)
+            finally:
+                os.close(file)
+        except OSError as error:
+            logger.warning("A report to agl could not be written and is missing from the record: %s.", error)
+
+    return Recording(write)
+
+
+def read_spool(folder: Path, recording: Recording) -> None:
+    """Add the reports of all processes in `folder`; a report that cannot be read is a problem of the recording.
+
+    Any process of the command may have written there. So the source of every report is the command, whatever the report
+    claims, and only regular files count, up to `MAX_SPOOL` bytes in all.
+    """
+    room = MAX_SPOOL
+    try:
+        # Opened, for by now something else may be in its place.
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            with os.scandir(opened) as entries:
+                spools = (entry.name for entry in entries if entry.name.endswith(".jsonl"))
+                names = sorted(itertools.islice(spools, _MAX_SPOOLS))
+            for name in names:
+                room = _read_file(opened, name, room, recording)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        recording.problem(f"The reports of the command's processes cannot be read: {error.strerror}")
+
+
+def _read_file(folder: int, name: str, room: int, recording: Recording) -> int:
+    """Add the reports in one file, up to `room` bytes; returns how many are left."""
+    process = ascii(name.removesuffix(".jsonl"))[1:-1]
+    try:
+        # A FIFO would keep whoever opens it waiting, and a link leads anywhere.
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        with open(file, "rb") as spool:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            while text := spool.readline(max(room, 1)):
+                room -= max(len(text), _MIN_LINE)
+                if room <= 0:
+                    limit = f"{MAX_SPOOL >> 20} MiB"
+                    recording.problem(f"The command's processes reported more than {limit}; the rest is left out.")
+                    break
+                _read_line(text, process, recording)
+    except OSError as error:
+        recording.problem(f"The reports of process {process} cannot be read: {error.strerror}")
+    return room
+
+
+def _read_line(text: bytes, process: str, recording: Recording) -> None:
+    try:
+        report = Report.model_validate_json(text)
+    except ValidationError as error:
+        recording.problem(f"A report of process {process} cannot be read: {error.errors()[0]['msg']}")
+        return
+    if report.tool_result is not None:
+        by_command = replace(report.tool_result, source=Source.COMMAND)
+        report = report.model_copy(update={"tool_result": by_command})
+    report.add_to(recording)

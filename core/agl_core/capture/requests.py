@@ -20,13 +20,13 @@ from urllib.parse import quote, urlsplit
 from agl_core.capture.context import (
     HERE,
     AttemptContext,
+    SentCall,
     Step,
     current_attempt,
     current_identity,
     current_scope,
     packed_variables,
 )
-from agl_core.capture.recording import SentCall
 from agl_core.capture.reports import guarded, report_problem
 from agl_core.capture.watching import Patches, within
 from agl_core.types import Identity

@@ -21,6 +21,8 @@ from agl_core.plugins import Plugins
 from agl_core.types import Json, ToolStatus
 from agl_core.types.forms import parse_json
 
+SPANS = "otel"
+"""The `adapter` of tool results from OpenTelemetry's spans; a framework's own adapter counts before it."""
 UNCERTAIN = frozenset({"unknown", "ok"})
 """Rules that found nothing: a source that knows more of the tool call overrides them."""
 _TIMEOUT = re.compile(r"time[ds]?[\s_-]?out|deadline[\s_-]?exceeded", re.IGNORECASE)

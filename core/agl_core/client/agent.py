@@ -20,12 +20,11 @@ from urllib.parse import urlsplit
 import orjson
 
 from agl_core.capture import AttemptContext, Recording, running
-from agl_core.capture.recording import jsonable
 from agl_core.capture.reports import PROMPTS
 from agl_core.errors import AgentError, last_frames, nearest
 from agl_core.plugins import add_to_path
 from agl_core.types import Ending, Json, Mode, ToolResult
-from agl_core.types.forms import count_values, dump_json, without_halves
+from agl_core.types.forms import count_values, dump_json, jsonable, without_halves
 from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_REPORTS, MAX_RESULT, MAX_VALUES, Assignment, CloseRequest
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from agl_core.capture import Recording, attach, installed_adapters, running
 from agl_core.capture.attaching import bootstrap_variables
-from agl_core.capture.recording import Report, read_spool
+from agl_core.capture.context import Report
+from agl_core.capture.reports import read_spool
 from agl_core.client.agent import (
     OTHER_KEY,
     Agent,

@@ -26,7 +26,7 @@ import orjson
 from pydantic import ValidationError
 
 from agl_core.capture import Recording
-from agl_core.capture.recording import MAX_PROBLEMS
+from agl_core.capture.context import MAX_PROBLEMS
 from agl_core.client.agent import AttemptEnd, closing
 from agl_core.errors import ConfigError, ServerError
 from agl_core.types import AttemptKey, Ending

@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agl_core.capture.recording import SPANS
-from agl_core.capture.status import UNCERTAIN, message_status, message_text
+from agl_core.capture.status import SPANS, UNCERTAIN, message_status, message_text
 from agl_core.types import Call, Choice, Json, Source, ToolResult, ToolStatus, TransitionKey
 from agl_core.types.forms import parse_if_json
 

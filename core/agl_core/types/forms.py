@@ -6,7 +6,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -308,3 +308,44 @@ def _array(dtype: np.dtype[Any]) -> Form:
             raise ValueError(f"{place}: {error}") from error
 
     return Form(lambda array: elements.dump(array.tolist()), load)
+
+
+def jsonable(value: Any, limit: int = 16_384) -> Json:
+    """`value` as JSON, a longer one than `limit` bytes as a text that is cut, with a note; it never raises.
+
+    >>> jsonable({"at": (1, 2), "who": {"Ann"}})
+    {'at': [1, 2], 'who': ['Ann']}
+    >>> jsonable("x" * 20, limit=12)
+    'xxxxxxxxxxxx… (8 more characters)'
+    """
+    if isinstance(value, str):
+        return _cut(value, limit)
+    try:
+        encoded = orjson.dumps(value, _plain, orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    except Exception:  # It contains itself, a number of more than 64 bits, …
+        return _cut(_text_of(value), limit)
+    return orjson.loads(encoded) if len(encoded) <= limit else _cut(encoded.decode(), limit)
+
+
+def _plain(value: Any) -> Any:
+    """A value that stands for one that is not JSON itself."""
+    if (names := getattr(type(value), "model_fields", None)) is not None:  # a pydantic model
+        return {name: getattr(value, name) for name in names}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence | Set) and not isinstance(value, bytes | bytearray | memoryview):
+        return list(value)
+    return _text_of(value)
+
+
+def _text_of(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__} that cannot be read: {type(error).__name__}>"
+
+
+def _cut(text: str, limit: int) -> str:
+    # A lone surrogate cannot be encoded, and would fail only when the record is sent.
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} more characters)"

@@ -17,7 +17,7 @@ import typer
 
 from agl_core.capture import Recording
 from agl_core.capture.attaching import bootstrap_variables
-from agl_core.capture.recording import read_spool
+from agl_core.capture.reports import read_spool
 from agl_core.cli.words import amount, codex_hint, one_line
 from agl_core.client.agent import OTHER_KEY, AttemptEnd, attempt_variables, closing
 from agl_core.client.processes import attempt_folder

@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 import orjson
 
 from agl_core import private
-from agl_core.capture.recording import jsonable
 from agl_core.errors import CheckpointError, last_frames
 from agl_core.learning.certificate import Proof
 from agl_core.protocols import KeepingTracker, Tracker
 from agl_core.types import Episode, scored_return
+from agl_core.types.forms import jsonable
 from agl_server.health.rollouts import mean
 from agl_server.health.table import Alarm
 from agl_server.health.verdict import (
