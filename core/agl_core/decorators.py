@@ -127,7 +127,7 @@ def credit_rule(
     `CreditKind.REWARD`, or both if the algorithm may read them as either. `needs` is what it needs of the rest of the
     run, for instance `Capability.GROUPS`. If tool results count in its values, it provides `Capability.TOOL_RESULTS`.
     """
-    yields = {kind} if isinstance(kind, CreditKind) else kind
+    yields = {kind} if isinstance(kind, CreditKind) else {*kind}
     decorate: Callable[[Decorated], Decorated] = component(
         None, kinds.CREDIT, name, yields=yields, needs=needs, provides=provides
     )
