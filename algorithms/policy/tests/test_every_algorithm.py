@@ -261,7 +261,7 @@ def test_each_is_registered_with_what_it_takes_and_needs(
     assert algorithm.needs_reference == (Capability.REFERENCE in needs)
     assert algorithm.needs_scores == (Capability.RESCORE in needs)
     assert all(field.description for field in component.options.model_fields.values())
-    assert component.options(**chosen.model_dump()) == chosen
+    assert component.options(**chosen.options.model_dump()) == chosen.options
 
 
 def test_importing_the_plugin_imports_no_torch() -> None:
