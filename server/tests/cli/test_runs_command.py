@@ -269,7 +269,7 @@ async def test_a_run_is_read_as_tables_in_a_notebooks_loop(run: Any) -> None:
         f"s1-g0-{member}": ENDS[member][2] for member in ENDS
     }
     assert transitions["prompt_ids"].map(list).tolist()[:2] == [[1, 2, 3], [1, 2, 3, 4]]
-    assert set(read.transitions(high=0.5)["rollout"]) == {"s1-g0-m1"}
+    assert set(read.transitions(max_reward=0.5)["rollout"]) == {"s1-g0-m1"}
     assert read.dataset()["credit"] == transitions["credit"].tolist()
     assert (read.verdict, len(read.metrics())) == (None, 0)
 
