@@ -21,6 +21,7 @@ import pytest
 from agl_command import Agl, agl_in_process  # noqa: F401
 from typer.testing import CliRunner
 
+import agl_core
 from agl_core.cli import app
 from agl_core.errors import StoreError
 from agl_core.types import Mode, Reward
@@ -288,6 +289,10 @@ def test_broken_plugins_are_told_and_stop_only_what_needs_them(
     assert refused.returncode == 2
     assert "[engine] name: there is no engine 'late'." in refused.stderr
     assert f"The plugin 'late' of agl-late 1.2 cannot be used ({BROKEN['late']})" in " ".join(refused.stderr.split())
+
+
+def test_version(agl: Agl) -> None:
+    assert agl("--version").stdout == f"agl {agl_core.__version__}\n"
 
 
 def test_help_imports_nothing_heavy() -> None:

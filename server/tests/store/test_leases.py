@@ -81,15 +81,6 @@ async def test_a_cancelled_claim_takes_nothing(store: SqliteStore) -> None:
     assert await claimed(store) == [A]
 
 
-async def test_leases_outlive_the_process_that_gave_them(tmp_path: Path) -> None:
-    for _ in range(2):
-        async with SqliteStore(tmp_path / "store.sqlite") as store:
-            if not await store.rollouts():
-                await store.put(make.rollout("a"))
-                await claimed(store)
-            assert await store.leases() == (0, {A: 0})
-
-
 SHARED = {"role": "system", "content": "You answer the questions of customers."}
 
 

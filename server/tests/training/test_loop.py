@@ -236,14 +236,6 @@ def save(checkpoints: Checkpoints, step: int, *policies: str, **state: Any) -> P
     return checkpoints.commit(part, RunState(step=step, **state))
 
 
-def test_the_newest_are_kept_and_restore_what_was_saved(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (5, 10, 100):
-        save(checkpoints, step, groups_unfinished=[step])
-    assert [path.name for path in checkpoints.all()] == ["step-000010", "step-000100"]
-    assert read_state(checkpoints.latest()) == RunState(step=100, groups_unfinished=[100])
-
-
 def test_the_best_and_the_stable_ones_are_kept_too(tmp_path: Path) -> None:
     def evaluated(step: int, reward: float, name: str = "eval") -> dict[str, Any]:
         return {"step": step, "set": name, "mode": "greedy", "reward": reward, "rollouts": 1, "seconds": 1.0}

@@ -30,7 +30,7 @@ from agl_core.types import (
     ToolStatus,
     TransitionKey,
 )
-from agl_server.health.rollouts import contrast_metrics, episode_metrics, staleness_metrics
+from agl_server.health.rollouts import contrast_metrics, episode_metrics
 from agl_server.health.verdict import MetricsLine, read_metrics, verdict_of
 from agl_server.training.evaluation import TaskScore, compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_server.training.metrics import MetricsLog, Summary, step_line
@@ -107,11 +107,6 @@ def test_lengths_calls_and_tool_results_are_counted_by_transition_call_and_rollo
     assert (metrics["length/truncated"], metrics["calls/prefix_broken"], metrics["calls/parse_errors"]) == (0.25, 1, 1)
     assert (metrics["calls/prefix_broken/moved"], metrics["calls/prefix_broken/request"]) == (1, 2)
     assert metrics["tool_results/unjoined"] == 1
-
-
-def test_episodes_are_as_old_as_their_oldest_call() -> None:
-    episodes = [episode("a", (1, 3)), episode("b", (3, 3)), episode("c", (2,))]
-    assert staleness_metrics(episodes, {"default": 3}) == {"staleness/mean": 1.0, "staleness/max": 2.0}
 
 
 async def test_a_steps_line_adds_up(tmp_path: Path) -> None:

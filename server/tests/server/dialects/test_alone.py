@@ -19,7 +19,7 @@ from agl_core.apis.alone import LocalRollouts
 from agl_core.apis.reply import called, reasoning_of
 from agl_core.capture import identify, running
 from agl_core.learning.rewards import reported
-from agl_core.testing.scripts import Drop, Fail, Say
+from agl_core.testing.scripts import Fail, Say
 from agl_core.types import Ending, Episode, FinishReason
 from agl_core.types.forms import parse_if_json
 from agl_server.testing import Stack
@@ -219,9 +219,3 @@ def test_the_latest_runs_are_kept() -> None:
     assert [episode.result for episode in alone.episodes()] == ["b", "c"]
     alone.clear()
     assert alone.episodes() == []
-
-
-async def test_a_reply_that_breaks_off_reaches_the_agent_as_it_is(endpoint: Endpoint) -> None:
-    endpoint.stack.upstream.script(Drop())
-    episode = await endpoint.ask("chat/completions", {**SMALLEST["chat/completions"], "stream": True})
-    assert episode.transitions == ()
