@@ -272,10 +272,9 @@ CONFIG: dict[str, Any] = {
     [
         ["train.toml"],
         ["train.toml", "--command", f"{sys.executable} an_agent.py"],
-        ["--command", f"{sys.executable} an_agent.py", "--concurrency", "2"],
         ["--entry", "an_agent:solve"],
     ],
-    ids=["of a configuration", "another than the configuration's", "a command alone", "an entry alone"],
+    ids=["of a configuration", "another than the configuration's", "an entry alone"],
 )
 async def test_a_worker_needs_the_agent_and_nothing_that_trains(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "an_agent.py").write_text(AGENT)

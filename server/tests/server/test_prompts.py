@@ -10,23 +10,13 @@ import pytest
 
 import agl_core
 from agl_core.capture import AttemptContext, Recording, reports, running
-from agl_core.config.load import load
 from agl_core.config.models import PromptSection
-from agl_core.errors import AgentError, ConfigError
+from agl_core.errors import AgentError
 from agl_server.testing import running_stack
 
 from .server_aids import post
 
 SYSTEM = "Today is Monday. Be brief. Use tools."
-CONFIG = """
-config_version = 1
-{prompts}
-[tasks.train]
-source = "jsonl"
-path = "tasks.jsonl"
-[policies.default.model]
-path = "."
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -77,20 +67,6 @@ def test_a_file_that_is_none_is_named(
 def test_an_unknown_prompt_is_an_error() -> None:
     with pytest.raises(AgentError, match="Give it a default"):
         agl_core.prompt("system")
-
-
-def test_prompts_stand_in_the_configuration_or_in_a_file_beside_it(tmp_path: Path) -> None:
-    (tmp_path / "found.toml").write_text('[prompts.system]\ntext = "Be long."\nreplace = "Be brief."\n')
-    (tmp_path / "tasks.jsonl").write_text('{"input": 1}')
-    results = []
-    for prompts in ('prompts = "found.toml"', 'prompts = {system = {text = "Be long.", replace = "Be brief."}}'):
-        (tmp_path / "train.toml").write_text(CONFIG.format(prompts=prompts))
-        results.append(load(tmp_path / "train.toml", needs=()).config.prompts)
-
-    assert results == [{"system": PromptSection(text="Be long.", replace="Be brief.")}] * 2
-    (tmp_path / "train.toml").write_text(CONFIG.format(prompts='prompts = "lost.toml"'))
-    with pytest.raises(ConfigError, match=r"lost\.toml does not exist"):
-        load(tmp_path / "train.toml", needs=())
 
 
 SAYING: list[Any] = [{"role": "user", "content": SYSTEM}]

@@ -21,9 +21,8 @@ from agl_core.apis.reply import PromptIds, read_reply
 from agl_core.learning.batch import left_out
 from agl_core.testing import episodes
 from agl_core.testing.scripts import Raw
-from agl_core.types import AttemptKey, Call, DropReason, FinishReason, Symptom
+from agl_core.types import AttemptKey, Call, DropReason, FinishReason
 from agl_core.types.forms import parse_json
-from agl_server.health.rollouts import health_of
 from agl_server.store.codec import Pieces, encode
 from agl_server.testing import Stack
 
@@ -147,17 +146,6 @@ async def test_usage_and_ids_are_compared(
     await recorded(stack, key)
     (transition,) = (await closed(stack, key)).transitions
     assert left_out(transition, ["*"]) is dropped
-
-
-@pytest.mark.parametrize(("words", "is_cut"), [(2, False), (3, True)])
-async def test_a_prompt_that_was_cut_is_marked(stack: Stack, words: int, is_cut: bool) -> None:
-    """The prompt has two tokens."""
-    key = await stack.lease()
-    stack.upstream.script(reply({"content": "Hello"}))
-    prompt: Any = [{"role": "user", "content": [{"type": "text", "text": "word " * words}]}]
-    await stack.client(key).chat.completions.create(model="m", messages=prompt)
-    await recorded(stack, key)
-    assert (Symptom.PROMPT_CUT in health_of(await closed(stack, key)).symptoms) is is_cut
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
