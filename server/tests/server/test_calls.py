@@ -15,9 +15,8 @@ from openai import AsyncOpenAI
 
 import agl_core
 from agl_core.capture.requests import HEADER_AGENT
-from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.testing.scripts import Drop, Fail, Hold, Raw, Say
-from agl_core.types import AttemptKey, CreditKind, DropReason, Ending, Episode, Mode, Sampling
+from agl_core.types import AttemptKey, Ending, Mode, Sampling
 from agl_core.wire import CloseRequest
 from agl_server.testing import LeasedAttempt, Stack, running_stack, until
 
@@ -116,12 +115,6 @@ async def recorded(attempt: LeasedAttempt, *undelivered: bool) -> None:
             await asyncio.sleep(0.01)
 
 
-def dropped(episode: Episode) -> list[tuple[str, str | None]]:
-    even = PolicyCredit("even", lambda episodes: [[1.0] * len(e.transitions) for e in episodes], CreditKind.RETURN)
-    batches = make_batches([[episode]], BatchPlan({"default": even}))
-    return [(record.call, record.dropped) for record in batches.dropped]
-
-
 async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: LeasedAttempt) -> None:
     hold = Hold(Say("too late"))
     stack.upstream.script(hold, Say("in time"))
@@ -139,7 +132,6 @@ async def test_a_call_given_up_by_wait_for(stack: Stack, attempt: LeasedAttempt)
     episode = await attempt.close()
     assert [transition.key.call for transition in episode.transitions] == [got.id]
     assert [transition.response["content"] for transition in episode.undelivered] == ["too late"]
-    assert (lost.id, DropReason.UNDELIVERED) in dropped(episode)
 
 
 async def test_a_retry_after_the_call_was_recorded_as_undelivered(stack: Stack, attempt: LeasedAttempt) -> None:

@@ -165,17 +165,6 @@ def test_a_call_to_an_unknown_api_is_counted_and_nothing_else_is() -> None:
         assert (episode.transitions, episode.bypassed) == ((), counted)
 
 
-async def test_a_call_by_another_library_is_counted(stack: Stack) -> None:
-    alone = LocalRollouts()
-    rollout = alone.begin("r")
-    async with aiohttp.ClientSession() as session:
-        with running(rollout.attempt):
-            await session.post(f"{stack.url()}/chat/completions", json={})
-    rollout.finish()
-    (episode,) = alone.episodes()
-    assert (episode.ending, episode.bypassed) == (Ending.NO_CALL, {f"{stack.url()}/chat/completions": 1})
-
-
 class AiohttpTransport(httpx.AsyncBaseTransport):
     """Sends what httpx is given through aiohttp, as LiteLLM does."""
 

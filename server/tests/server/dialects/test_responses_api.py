@@ -234,14 +234,6 @@ async def test_reasoning_without_its_text_is_the_replys_own_or_left_out(stack: S
     assert raw.headers[HEADER_IGNORED] == "input.reasoning"
 
 
-async def test_an_item_of_another_attempt_is_not_known(stack: Stack) -> None:
-    response = await stack.client(await stack.lease()).responses.create(model="m", input=[user()])
-    referred: Any = {"type": "item_reference", "id": response.output[0].id}
-    with pytest.raises(openai.BadRequestError, match="Send the item itself") as raised:
-        await stack.client(await stack.lease()).responses.create(model="m", input=[user(), referred])
-    assert (raised.value.code, raised.value.param) == ("item_not_found", "input")
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, client: AsyncOpenAI, streamed: bool) -> None:
     request: dict[str, Any] = {"model": "m", "input": [user()], "instructions": "Be brief."}
