@@ -28,11 +28,16 @@ Outputs = Mapping[str, Tensor]
 
 
 def build(name: str, options: Options) -> Ppo:
-    """The registered algorithm of that name; only one with a critic has the critic's methods."""
+    """The registered algorithm of that name; only one with a critic has the critic's methods.
+
+    `epsilon` is GRPO's constant, which TRL has otherwise.
+    """
     plugins = Plugins()
     plugins.register(plugin, "agl-algorithms")
     component = plugins.components(kinds.ALGORITHM)[name]
-    return component.build(component.options(**options))
+    algorithm = component.build(component.options(**{k: v for k, v in options.items() if k != "epsilon"}))
+    algorithm.epsilon = options.get("epsilon", 1e-6)
+    return algorithm
 
 
 def samples_of(batch: Batch) -> Samples:
@@ -201,7 +206,6 @@ def _verl() -> list[Case]:
         case("verl-grpo", "single", grpo(), "grpo"),
         case("verl-grpo-without-std", "single", grpo(std_normalization=False), "grpo", by_std=False),
         case("verl-gdpo", "single", partial(by_named_rewards, weights=BY_NAME), "gdpo", weights=BY_NAME),
-        case("verl-grpo-epsilon", "single", grpo(epsilon=0.1), "grpo", epsilon=0.1),
         case("verl-grpo-by-rollout", "episodes", grpo(), "grpo", step="rollout"),
         case("verl-grpo-by-transition", "episodes", grpo(), "grpo", off),
         case("verl-grpo-lone-rollout", "lone", grpo(), "grpo", off),
@@ -248,10 +252,9 @@ def _verl() -> list[Case]:
             importance=("token", 1.1), **their_gspo,
         ),
         case(
-            "verl-value-loss", "episodes", value(value_clip=0.2, **TOKEN), "value_loss",
+            "verl-value-loss", "episodes", value(**TOKEN), "value_loss",
             aggregation="token-mean", clip=0.2,
         ),
-        case("verl-value-loss-unclipped", "hollow-episodes", value(value_clip=None, **SEQUENCE), "value_loss", **means),
     ]  # fmt: skip
 
 

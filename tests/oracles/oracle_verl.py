@@ -89,10 +89,10 @@ def rows_of(batch: Batch, step: Step) -> Rows:
     return Rows(columns(values_N), columns(prompts_N), mask_KT, groups[first], of_calls, at_prompts)
 
 
-def grpo(batch: Batch, step: Step = "token", by_std: bool = True, epsilon: float = 1e-6) -> Outputs:
+def grpo(batch: Batch, step: Step = "token", by_std: bool = True) -> Outputs:
     rows = rows_of(batch, step)
     advantages, _ = core_algos.compute_grpo_outcome_advantage(
-        rows.rewards, rows.mask, rows.groups, epsilon=epsilon, norm_adv_by_std_in_grpo=by_std
+        rows.rewards, rows.mask, rows.groups, norm_adv_by_std_in_grpo=by_std
     )
     return {"advantages": rows.spread(advantages)}
 
@@ -130,7 +130,7 @@ def critic_targets(batch: Batch, gamma: float, lam: float, step: Step = "token")
     return {"targets": rows.at_values(returns)}
 
 
-def value_loss(batch: Batch, aggregation: str, clip: float = NONE) -> Outputs:
+def value_loss(batch: Batch, aggregation: str, clip: float) -> Outputs:
     current_NL = batch.padded("new_values").requires_grad_()
     loss, _ = core_algos.compute_value_loss(
         current_NL, batch.padded("targets"), batch.padded("values"), batch.padded("mask"), clip, aggregation

@@ -71,12 +71,6 @@ def specs(bench: Bench, given: Given) -> dict[str, Any]:
     return {name: asdict(spec) for name, spec in engine_context(loaded, bench.folder).policies.items()}
 
 
-def start_timeout(bench: Bench, given: Given) -> float:
-    loaded = bench.load({"engine.name": "torch", **given})
-    seconds: float = loaded.engine.build(engine_context(loaded, bench.folder)).seconds_to_start
-    return seconds
-
-
 async def ended(ending: Ending, bench: Bench, given: Given) -> Any:
     """The fate of a rollout with this ending: its drop, and its terminal reward."""
     loaded = bench.load(given)
@@ -240,7 +234,6 @@ EFFECTS: Mapping[str, Effect] = {
     "credit.name": Effect(VALUES, {"credit": DISCOUNTED}),
     "algorithm.name": Effect(specs, {"algorithm.name": "reinforce++"}),
     "engine.name": Effect(ran(lambda run: run.seen["engine"]), {"engine.name": "scripted-too"}),
-    "engine.torch.start_timeout": Effect(start_timeout, {"engine.torch.start_timeout": 9.0}),
     "store.name": Effect(FILES, {"store.name": "another"}),
     "trackers": Effect(FILES, {"trackers": {}}),
     "policies": Effect(ran(lambda run: sorted(run.seen["policies"])), SECOND),

@@ -3,7 +3,7 @@
 For transition t of rollout i with credited value v_it, group mean μ and standard deviation σ (`group_statistics`), and
 token weights w (`agl_algorithms.policy_gradient.token_weights`):
 
-    A_it = (v_it − μ) / (σ + ε)
+    A_it = (v_it − μ) / (σ + 1e-6)
     r    = exp(log π − log π_old)
     loss = Σ_tokens w · ( −min(r·A, clip(r, 1 − clip, 1 + clip_high)·A) · ρ  +  β · k3(π ‖ π_initial) )
 
@@ -33,6 +33,8 @@ class Grpo(PolicyGradient):
     """GRPO with its options; see the module for the formulas."""
 
     options: GrpoOptions
+    epsilon = 1e-6
+    """Added to the group's standard deviation, as veRL does; TRL adds 1e-4."""
 
     def __init__(self, options: GrpoOptions) -> None:
         super().__init__(options)
@@ -48,7 +50,7 @@ class Grpo(PolicyGradient):
         group = group_statistics(samples)
         advantage_N = group.deviation_N
         if self.options.std_normalization:
-            advantage_N = advantage_N / (group.std_N + self.options.epsilon)
+            advantage_N = advantage_N / (group.std_N + self.epsilon)
         return samples.at_tokens(torch.where(group.rollouts_N >= 2, advantage_N, 0.0))
 
 

@@ -101,8 +101,6 @@ class GrpoOptions(PolicyGradientOptions):
 
     std_normalization: bool = True
     """Divide advantages by the group's standard deviation."""
-    epsilon: float = Field(1e-6, gt=0, le=1)
-    """Added to the group's standard deviation."""
     ratio: RatioLevel = "token"
     """One ratio per token, or one per transition (GSPO)."""
     normalize: Literal["sum", "each"] = "sum"
@@ -114,12 +112,8 @@ class GrpoOptions(PolicyGradientOptions):
         return super().needs() | {Capability.GROUPS} | named
 
     def without_effect(self) -> dict[str, str]:
-        unused = super().without_effect()
-        if not self.std_normalization:
-            unused["epsilon"] = "std_normalization is off."
-        if self.normalize == "each":
-            unused |= dict.fromkeys(("std_normalization", "epsilon"), "normalize is 'each'.")
-        return unused
+        unused = {"std_normalization": "normalize is 'each'."} if self.normalize == "each" else {}
+        return super().without_effect() | unused
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -163,8 +157,6 @@ class PpoOptions(TimeOptions):
     """GAE's λ: 0 trusts the critic one step ahead, 1 only what was observed."""
     whitening: WhiteningUnit | Literal["off"] = "tokens"
     """The unit that counts once in the batch's mean and deviation of the advantages; 'off': neither."""
-    value_clip: float | None = Field(0.2, gt=0, le=1000)
-    """How far a value may move in one update before its loss stops pulling."""
     critic_learning_rate: float = Field(1e-5, gt=0, le=1)
     """The critic's step size; its other optimizer settings are the policy's."""
     critic_epochs: int = Field(1, ge=1, le=100)

@@ -7,7 +7,7 @@ update and GAE's A:
 
     target       = A + V
     policy loss  = the clipped surrogate over A, whitened over the batch (`agl_algorithms.policy_gradient`, `whitened`)
-    value loss   = Σ w · ½ · max( (V_new − target)², (V + clip(V_new − V, ±value_clip) − target)² )
+    value loss   = Σ w · ½ · max( (V_new − target)², (V + clip(V_new − V, ±0.2) − target)² )
 
 The value loss weighs every token like the policy loss; with `across_calls` a transition's whole weight is at the end of
 its prompt. There is no KL term unless `beta` is above 0.
@@ -34,6 +34,8 @@ class Ppo(PolicyGradient):
 
     options: PpoOptions
     needs_critic = True
+    value_clip = 0.2
+    """How far a value may move in one update before its loss stops pulling."""
 
     def __init__(self, options: PpoOptions) -> None:
         super().__init__(options)
@@ -68,15 +70,13 @@ class Ppo(PolicyGradient):
     def value_loss(
         self, current_R: Tensor, old_R: Tensor, targets_R: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The value loss above; metrics: value_loss, value_mean, and with `value_clip` value_clip_fraction."""
-        clip, error_R = self.options.value_clip, (current_R - targets_R).square()
-        per_token = {"value_mean": current_R}
-        if clip is not None:
-            bounded_R = old_R + (current_R - old_R).clamp(-clip, clip)
-            bounded_error_R = (bounded_R - targets_R).square()
-            per_token["value_clip_fraction"] = (bounded_error_R > error_R).to(error_R.dtype)
-            error_R = torch.maximum(error_R, bounded_error_R)
-        loss_R = per_token["value_loss"] = 0.5 * error_R
+        """The value loss above; metrics: value_loss, value_mean and value_clip_fraction."""
+        error_R = (current_R - targets_R).square()
+        bounded_R = old_R + (current_R - old_R).clamp(-self.value_clip, self.value_clip)
+        bounded_error_R = (bounded_R - targets_R).square()
+        loss_R = 0.5 * torch.maximum(error_R, bounded_error_R)
+        clipped_R = (bounded_error_R > error_R).to(error_R.dtype)
+        per_token = {"value_mean": current_R, "value_clip_fraction": clipped_R, "value_loss": loss_R}
         return weighted(loss_R, per_token, weights_R)
 
     def _gae(self, samples: Samples, values_R: Tensor) -> Tensor:

@@ -73,7 +73,6 @@ CHANGES: dict[str, list[Change]] = {
     "grpo": [
         ({}, {"beta": 0.1}),
         ({}, {"std_normalization": False}),
-        ({}, {"epsilon": 0.5}),
         ({}, {"normalize": "each"}),
         ({}, {"ratio": "sequence"}),
         ({"ratio": "sequence"}, {"clip": 0.2}),
@@ -125,8 +124,7 @@ def test_every_loss_option_changes_the_gradient(
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("grpo", {"std_normalization": False, "epsilon": 0.1}),
-        ("grpo", {"normalize": "each", "epsilon": 0.1}),
+        ("grpo", {"normalize": "each", "std_normalization": False}),
         ("grpo", {"importance_level": "sequence"}),
         ("grpo", {"clip": 0}),
         ("grpo", {"klip": 1}),
@@ -135,7 +133,6 @@ def test_every_loss_option_changes_the_gradient(
         ("reinforce", {"gamma": 0.9}),
         ("reinforce", {"whitening": "no"}),
         ("ppo", {"lam": -0.1}),
-        ("ppo", {"value_clip": 0}),
         ("sft", {"clip": 0.2}),
         ("rft", {"threshold": 0.5, "beta": 0.1}),
         ("rft", {}),

@@ -26,8 +26,6 @@ class TorchOptions(BaseModel):
     """auto: the first CUDA GPU if there is one."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of the engine; absent: one per core, and a single one for sampling from a tiny model."""
-    start_timeout: float = Field(1800.0, gt=0)
-    """Seconds that the engine may take until it serves, the download of a model included."""
     max_context: int | None = Field(None, ge=16)
     """Longest prompt and response together, in tokens; absent: the model's own limit, with LongRoPE its original
     one."""

@@ -97,12 +97,11 @@ DECIDED = {
     ),
     "[algorithm] epochs": (f"{ACTOR}.ppo_epochs",),
     "[algorithm] minibatches": (f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.shuffle", "critic.ppo_mini_batch_size"),
-    "[algorithm]": ("algorithm", f"{ACTOR}.policy_loss"),
+    "[algorithm]": ("algorithm", f"{ACTOR}.policy_loss", "critic.cliprange_value"),
     "[algorithm] clip and clip_high": (f"{ACTOR}.clip_ratio",),
     "[algorithm] aggregation": (f"{ACTOR}.loss_agg_mode",),
     "[algorithm] beta": (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
     "[algorithm] entropy": (f"{ACTOR}.entropy_coeff",),
-    "[algorithm.ppo] value_clip": ("critic.cliprange_value",),
     "[algorithm.ppo] critic_epochs": ("critic.ppo_epochs",),
     "[policies.NAME.optimizer] schedule and warmup_steps": tuple(
         f"{role}.optim.{key}"

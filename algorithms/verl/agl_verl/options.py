@@ -25,8 +25,6 @@ class VerlOptions(BaseModel):
     """auto: GPUs if this node has one or a cluster is joined, otherwise the CPU, for tiny models."""
     tensor_parallel: int = Field(1, ge=1, le=64)
     """GPUs that one serving replica spreads its weights over."""
-    start_timeout: float = Field(3600.0, gt=0)
-    """Seconds that Ray, the training workers and vLLM may take until they serve."""
     max_context: int | None = Field(None, ge=16)
     """Longest prompt and response together, in tokens; absent: the model's own limit."""
     max_rows: int = Field(256, ge=1, le=4096)

@@ -51,6 +51,8 @@ class ProcessEngine(Engine, Generic[Options]):
     module: ClassVar[str]
     environment: ClassVar[Mapping[str, str]] = {}
     """Environment variables of the process, where the run's own environment does not set them."""
+    seconds_to_start: ClassVar[float] = 3600.0
+    """Time until it serves, the download of a model included."""
     seconds_to_end: ClassVar[float] = 5.0
     """Time to end by itself before the process group is killed."""
     seconds_to_answer: ClassVar[float] = 120.0
@@ -74,12 +76,6 @@ class ProcessEngine(Engine, Generic[Options]):
         self._report: StageReport = lambda stage, seconds: None
         self._log = context.run_dir / LOG_NAME
         self._log_start = 0
-
-    @property
-    def seconds_to_start(self) -> float:
-        """How long the process may take until it serves: the setting `start_timeout`, if the engine has it."""
-        seconds: float = getattr(self._options, "start_timeout", 1800.0)
-        return seconds
 
     @abstractmethod
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
@@ -110,7 +106,6 @@ class ProcessEngine(Engine, Generic[Options]):
                 _sentences(
                     f"The engine did not start in {self.seconds_to_start:g} s; it was {self._where}",
                     self.remedy(self._log_lines(LINES_SEARCHED), None),
-                    "If it only needs longer, raise its start_timeout",
                     self._end_of_log,
                 )
             ) from error

@@ -160,9 +160,8 @@ async def test_a_start_that_takes_too_long_names_its_stage_and_shows_the_log(
     start_engine: Any, context: EngineContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScriptedEngine, "seconds_to_start", 2.0)
-    with pytest.raises(EngineError, match=r"did not start in 2 s; it was the weights, for \d s\. If it") as raised:
+    with pytest.raises(EngineError, match=r"did not start in 2 s; it was the weights, for \d s\.") as raised:
         await start_engine(start="hang", stages=("Ray", "the weights"), log="out of tokens")
-    assert "raise its start_timeout" in str(raised.value)
     assert "out of tokens" in str(raised.value).partition(f"The end of {context.run_dir / 'engine.log'}:")[2]
 
 
