@@ -137,7 +137,7 @@ SHORTER = ("train.steps=20", "eval.every=20", "eval.tasks=100", "engine.torch.th
 """Half of the example's steps."""
 
 ONE_SEQUENCE = "all three, one sequence"
-CONCATENATED = ('plugins=["sql_tasks.py", "../../docs/concatenated.py"]', "train.serving_gap=1")
+CONCATENATED = ('plugins=["sql_tasks.py", "../../docs/concatenated.py"]', "alarms.logprob_gap=false")
 """Without the second, training stops: the probabilities of tokens are not those with which they were sampled."""
 
 REFILL = {

@@ -24,6 +24,8 @@ Said: TypeAlias = tuple[str, str]
 
 _SHORTEST = 200
 """Characters that a text is not cut below; if there are too many texts, the middle ones go instead."""
+MAX_CHARACTERS = 20_000
+"""Characters of a rollout's messages that the judge sees."""
 
 
 class RelativeJudgeOptions(JudgeOptions):
@@ -35,9 +37,6 @@ class RelativeJudgeOptions(JudgeOptions):
     )
     ranking: bool = Field(
         False, description="Ask for ranks, not scores: the reward is the share of the other rollouts that are worse."
-    )
-    max_characters: int = Field(
-        20_000, ge=1000, description="Characters of a rollout's messages that the judge sees; the rest is cut."
     )
 
 
@@ -99,7 +98,7 @@ def _question(
     """The comparison of these transcripts of an episode's task, all different, labelled in their order."""
     alike = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*transcripts, strict=False))
     shared = [said for said, *_ in alike] if len(transcripts) > 1 else []
-    own = [_shortened(transcript[len(shared) :], options.max_characters) for transcript in transcripts]
+    own = [_shortened(transcript[len(shared) :]) for transcript in transcripts]
     return Question(
         task=(
             "You compare rollouts of an assistant, which tried one task several times, by a rubric. The material has "
@@ -109,7 +108,7 @@ def _question(
         # Labels are random, so rollouts in the order of their labels are in random order.
         material={
             **options.material(episode),
-            "shared": _shortened(shared, options.max_characters),
+            "shared": _shortened(shared),
             "rollouts": dict(sorted(zip(labels, own, strict=True))),
         },
         labels=labels,
@@ -149,13 +148,13 @@ def _said(message: Mapping[str, Any]) -> Iterator[Said]:
         yield f"{role} calls", f"{name} {text_of(arguments)}"
 
 
-def _shortened(transcript: Sequence[Said], characters: int) -> list[list[str]]:
-    """A transcript of at most about so many characters: long texts, and long transcripts, lose their middle."""
-    side = characters // _SHORTEST // 2
+def _shortened(transcript: Sequence[Said]) -> list[list[str]]:
+    """A transcript of about `MAX_CHARACTERS` at most: long texts, and long transcripts, lose their middle."""
+    side = MAX_CHARACTERS // _SHORTEST // 2
     if (cut := len(transcript) - 2 * side) > 0:
         transcript = (*transcript[:side], ("cut", f"… {cut} messages …"), *transcript[-side:])
-    limit = characters
-    while sum(min(len(text), limit) for _, text in transcript) > characters:
+    limit = MAX_CHARACTERS
+    while sum(min(len(text), limit) for _, text in transcript) > MAX_CHARACTERS:
         limit = limit * 9 // 10
     return [[speaker, _without_middle(text, limit)] for speaker, text in transcript]
 

@@ -184,9 +184,10 @@ async def test_a_reply_with_wrong_labels_is_refused_and_costs_its_group_alone(
     assert len(endpoint.requests) == 6
 
 
-async def test_long_transcripts_lose_their_middle(make: Any, endpoint: Any) -> None:
+async def test_long_transcripts_lose_their_middle(make: Any, endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_rewards.relative.MAX_CHARACTERS", 2000)
     endpoint.judgement = lambda asked: dict.fromkeys(asked.labels, 7)
-    rule = endpoint.judge(make, "relative_judge", max_characters=2000)
+    rule = endpoint.judge(make, "relative_judge")
 
     async def shown(*replies: str) -> list[list[str]]:
         await compared(rule, [conversation(make, "r0", *replies), make.episode(result="other")])

@@ -59,6 +59,7 @@ class LightningServer:
         gateway: GatewaySection = _GATEWAY,
         keys: Keys | None = None,
         source: RolloutSource | None = None,
+        lease: float = 20.0,
     ) -> None:
         keys = keys or Keys()
         keys.check_host(listen.host)
@@ -70,7 +71,7 @@ class LightningServer:
             hook=hook,
             keys=keys,
             prompts={name: prompt.text for name, prompt in settings.prompts.items() if prompt.text is not None},
-            lease=listen.lease,
+            lease=lease,
         )
         self.worker_key = keys.worker
         self.keys, self._host, self._port = keys, listen.host, listen.port

@@ -21,7 +21,7 @@ from .conftest import CALC, Agl, recorded
 SETTINGS = {
     "train.steps": 3, "train.groups_per_step": 2, "train.group_size": 6, "train.checkpoint_every": 10,
     "eval.tasks": 2, "eval.every": 10, "eval.modes": ["eval-greedy"],
-    "workers.processes": 0, "workers.attempts": 5, "server.lease": 2.0, "server.host": "0.0.0.0",
+    "workers.processes": 0, "workers.attempts": 5, "server.host": "0.0.0.0",
 }  # fmt: skip
 KEY = {WORKER_KEY: "the-workers-key"}
 PORT, STEPS = 8123, 3

@@ -132,7 +132,7 @@ YEAR = 365 * 86_400.0
 @pytest.mark.timing
 @pytest.mark.storm
 def test_jumps_of_the_wall_clock_cost_nothing(tiny_run: Callable[..., TinyRun], chance: random.Random) -> None:
-    run = tiny_run(**{"server.lease": LEASE})
+    run = tiny_run(environment={"AGL_FAULTS_LEASE": str(LEASE)})
     jump(run, 0.0)
     run.start()
     wait_for_replies(run, 1)

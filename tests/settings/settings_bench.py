@@ -95,7 +95,7 @@ class Bench:
             },
             "policies": {"default": {"model": {"path": str(weights)}, "optimizer": {"learning_rate": 0.01}}},
             "sampling": {"max_tokens": 64},
-            "train": {"steps": 2, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 100, "patience": 0},
+            "train": {"steps": 2, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 100},
             "eval": {"tasks": 2, "modes": ["eval-greedy"], "every": 100},
             "workers": {"processes": 1, "concurrency": 8, "timeout": 30.0, "attempts": 1},
             "rewards": {"exact_match": {}},

@@ -25,7 +25,7 @@ def refused(bench: Bench, agent: str, **given: object) -> tuple[AglError, list[s
     """The error of a training of this agent's code, and the lines before it."""
     name = f"failing_{abs(hash(agent))}"
     (bench.folder / f"{name}.py").write_text(agent)
-    loaded = bench.load({"agent.entry": f"{name}:solve", "train.steps": 4, "train.patience": 2, **given})
+    loaded = bench.load({"agent.entry": f"{name}:solve", "train.steps": 4, **given})
     observer = Lines()
     run_dir = new_run_dir(loaded)
     with pytest.raises(AglError) as raised:
@@ -143,7 +143,7 @@ def test_a_run_that_learned_nothing_says_so_and_why(
 def test_an_agent_that_fails_without_a_reply_leaves_nothing(bench: Bench) -> None:
     folder = bench.folder
     (folder / "alone.py").write_text("async def solve(task):\n    return {}[0]\n")
-    bench.load({"agent.entry": "alone:solve", "name": "alone", "train.patience": 2, "eval.every": 0})
+    bench.load({"agent.entry": "alone:solve", "name": "alone", "eval.every": 0})
 
     refused = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", str(folder / "train.toml")])
 
@@ -159,7 +159,7 @@ def test_a_reply_that_makes_the_agent_raise_is_shown_and_training_begins_once_it
     (folder / "weak.py").write_text(
         f"NUMBER = [0]\n{CALLING}    NUMBER[0] += 1\n    if NUMBER[0] < 9:\n        raise KeyError('no such tool')\n"
     )
-    bench.load({"agent.entry": "weak:solve", "name": "weak", "train.patience": 2, "eval.every": 0})
+    bench.load({"agent.entry": "weak:solve", "name": "weak", "eval.every": 0})
     agl = CliRunner(env={"COLUMNS": "300"})
 
     refused = agl.invoke(app, ["train", str(folder / "train.toml")])

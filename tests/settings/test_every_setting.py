@@ -24,11 +24,10 @@ from agl_core.learning.rewards import score
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import AlarmName, Ending, Mode
-from agl_core.wire import SERVER_FILE, LeaseRequest
+from agl_core.wire import SERVER_FILE
 from agl_server.commands.screen import show_in_browser
 from agl_server.health.alarms import Watch
 from agl_server.server import LightningServer
-from agl_server.training.checkpoints import RunState
 from agl_server.training.metrics import Observer
 from agl_server.training.rollouts import scoring_rules
 from agl_server.training.run import local_server, new_run_dir, passthrough_key
@@ -132,13 +131,6 @@ async def served_at(server: LightningServer, url: str) -> tuple[Any, bool]:
     return urlsplit(url).hostname, urlsplit(url).port == PORT
 
 
-async def terms(server: LightningServer, url: str) -> float:
-    """The seconds between heartbeats that a lease names."""
-    await server.queue.enqueue([make.rollout("a")])
-    (lease,) = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
-    return lease.heartbeat
-
-
 async def has_a_worker(bench: Bench, given: Given) -> bool:
     loaded = bench.load(given)
     run_dir = new_run_dir(loaded)
@@ -185,7 +177,6 @@ def rewards(run: Ran) -> list[float]:
 
 
 PORT = free_port()
-RISING = RunState(evaluations=[{"step": n, "set": "eval", "mode": "greedy", "reward": 0.5 + n / 10} for n in (0, 1)])
 RESULTS, VALUES = ran(lambda run: [a.result for a in run.attempts]), ran(lambda run: [u["values"] for u in run.updates])
 IN_FLIGHT, KEPT = (
     ran(lambda run: run.metrics[1]["groups/in_flight"]),
@@ -258,7 +249,6 @@ EFFECTS: Mapping[str, Effect] = {
     "server.host": Effect(PLACE, {"server.host": "127.0.0.2"}, APART),
     "server.port": Effect(PLACE, {"server.port": PORT}, APART),
     "server.view_port": Effect(shows_pages_there, {"server.view_port": PORT}),
-    "server.lease": Effect(serving(terms), {"server.lease": 60.0}, APART),
     "gateway.passthrough.url": Effect(passthrough, {"gateway.passthrough.url": "http://127.0.0.1:1/v1"}),
     "gateway.passthrough.api_key_env": Effect(
         passthrough,
@@ -286,13 +276,7 @@ EFFECTS: Mapping[str, Effect] = {
     "train.refill": Effect(ran(lambda run: run.metrics[1]["groups/replaced"]), {"train.refill": 1}),
     "train.truncated": Effect(KEPT, {"train.truncated": "drop"}, {"sampling.max_tokens": 1}),
     "train.agents": Effect(KEPT, {"train.agents": ["planner"]}),
-    "train.patience": Effect(steps_made, {"train.patience": 2}, {"train.agents": ["planner"]}),
     "train.stop.patience": Effect(steps_made, {"train.stop.patience": 1}, {"train.steps": 3, "eval.every": 1}),
-    "train.stop.tolerance": Effect(
-        lambda bench, given: RISING.plateau(bench.load(given).config.train.stop),
-        {"train.stop.tolerance": 0.2},
-        {"train.stop.patience": 1},
-    ),
     **{
         f"train.stop.alarms.{name}": Effect(
             lambda bench, given, name=name: Watch(steps=[{f"alarm/{name}": 1.0}]).standing(
@@ -302,7 +286,6 @@ EFFECTS: Mapping[str, Effect] = {
         )
         for name in AlarmName
     },
-    "train.serving_gap": Effect(steps_made, {"train.serving_gap": 0.01}),
     "train.checkpoint_every": Effect(CHECKPOINTS, {"train.checkpoint_every": 1}),
     "train.keep_checkpoints": Effect(CHECKPOINTS, {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),
     "train.deterministic": Effect(

@@ -75,10 +75,6 @@ class CanarySection(Section):
     tolerance: float = Field(0.1, gt=0)
     """How much lower its live reward may be. It is promoted once the difference is above -tolerance with confidence,
     and rolled back once it is below 0 with confidence."""
-    error: float = Field(0.05, gt=0, le=0.5)
-    """The probability of a false promotion, and that of a false rollback, at most."""
-    min_sessions: int = Field(10, ge=1)
-    """Rewarded sessions of each version before a promotion."""
 
     @model_validator(mode="after")
     def _has_a_range(self) -> Self:

@@ -73,6 +73,7 @@ class Learner(Trainer):
     section: LearnSection = field(kw_only=True)
     deployed: DeployedVersions = field(kw_only=True)
     ledger: Ledger = field(kw_only=True)
+    stops_without_data = False  # Users who are all content are nothing to learn from.
     _evaluated: dict[int, Evaluation] = field(default_factory=dict, init=False)
     """Evaluations of this restart, by the version that they are of."""
     _sessions: SessionExperience = field(init=False)

@@ -43,6 +43,8 @@ _MAX_RISES = {
 """The largest rise at the gate of shares that a policy may learn to raise for its reward."""
 _OF_SESSIONS = ("tool_results/failed", "answers/empty")
 """The shares that limit a canary's sessions too."""
+_ERROR = 0.05
+"""The probability of a false promotion, and that of a false rollback, at most."""
 _POINTS = 400
 """Steps from 0 to 1 of the grid on which bounds are found; they are rounded to the safe side."""
 _BOLDEST = 0.75
@@ -147,7 +149,7 @@ def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings
 
     `outcomes` are those of sessions that began after the canary did, in the order of their ends. Asked after every
     session, it promotes a canary whose mean reward is lower by `tolerance` or more with a probability of at most
-    `error`, and rolls back one that is as good in every respect with at most `error`, but for `_MAX_SESSIONS`.
+    `_ERROR`, and rolls back one that is as good in every respect with at most `_ERROR`, but for `_MAX_SESSIONS`.
     """
     first: dict[tuple[str, int], Outcome] = {}
     for outcome in outcomes:
@@ -168,7 +170,7 @@ def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings
     for name in _OF_SESSIONS:
         limit, what = _MAX_RISES[name]
         rises = differences(((outcome.version, outcome.shares.get(name, 0.0)) for outcome in counted), canary, stable)
-        if lower_bound(rises, settings.error / _REASONS, -1.0) > limit:
+        if lower_bound(rises, _ERROR / _REASONS, -1.0) > limit:
             here, there = (f"{figures[f'{arm}/{name}']:.3f} in {figures[f'{arm}/sessions']:.0f}" for arm in arms)
             return decision(
                 State.ROLLED_BACK, f"The share of {what} is {here} sessions, and {there} with version {stable}."
@@ -186,11 +188,11 @@ def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings
     )
     here, there = (f"{figures[f'{arm}/reward']:.3f} in {len(rewards[arm])}" for arm in arms)
     means = f"{here} sessions, and {there} with version {stable}"
-    low = figures["difference/low"] = width * lower_bound(changes, settings.error, -1.0)
-    high = figures["difference/high"] = -width * lower_bound(-changes, settings.error / _REASONS, -1.0)
+    low = figures["difference/low"] = width * lower_bound(changes, _ERROR, -1.0)
+    high = figures["difference/high"] = -width * lower_bound(-changes, _ERROR / _REASONS, -1.0)
     if high < 0:
         return decision(State.ROLLED_BACK, f"The live reward is lower: {means}.")
-    if low > -settings.tolerance and min(map(len, rewards.values())) >= settings.min_sessions:
+    if low > -settings.tolerance:
         return decision(State.STABLE, f"The live reward is {means}; the difference is above {low:+.3f}.")
     if len(rewards["canary"]) >= _MAX_SESSIONS:
         return decision(State.ROLLED_BACK, f"Nothing showed in time that it is as good: the live reward is {means}.")

@@ -45,14 +45,8 @@ class OptimizeSection(Section):
     upstream: ModelServer | None = None
     """The model that answers the agent; absent: the run's policies, which are not updated."""
     budget: int = Field(300, ge=1)
-    """Rollouts at most, not counting evaluations on held-out sets before and after."""
-    patience: int = Field(0, ge=0)
-    """Stop after so many candidates in a row without a better one; 0: do not."""
-    validation: int = Field(20, ge=1)
-    """Training tasks on which candidates are compared, at most half of a finite set; the others show the proposer what
-    goes wrong."""
-    minibatch: int = Field(3, ge=1)
-    """Rollouts that the proposer sees at a time."""
+    """Rollouts at most, not counting evaluations on held-out sets before and after. Candidates are compared on one
+    training task for each 15 of them, at most half of a finite set; the others show the proposer what goes wrong."""
 
 
 class ServedModel(Engine):

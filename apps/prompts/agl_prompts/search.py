@@ -36,6 +36,9 @@ Candidate: TypeAlias = dict[str, str]
 
 _MAX_TEXT = 2000
 """Characters of one message, tool result or input that the proposer gets."""
+_MINIBATCH = 3
+"""Rollouts that the proposer sees at a time."""
+_BUDGET_PER_VALIDATION_TASK = 15
 _MAX_FEEDBACK_TASKS = 1000
 """Tasks of an endless source."""
 
@@ -62,10 +65,10 @@ class Search:
         size = source.size or _MAX_FEEDBACK_TASKS
         if isinstance(source, RecordedTasks) or size < 2:
             raise ConfigError("[tasks.train]: optimising prompts needs at least two tasks that are not recorded ones.")
-        count = min(settings.validation, size // 2)
+        count = max(1, min(settings.budget // _BUDGET_PER_VALIDATION_TASK, size // 2))
         self.validation, self.feedback = list(range(count)), list(range(count, size))
         """Positions in training."""
-        self.minibatch = min(settings.minibatch, len(self.feedback))
+        self.minibatch = min(_MINIBATCH, len(self.feedback))
         self.seed = {name: prompt.text or prompt.replace or "" for name, prompt in config.prompts.items()}
         self.candidates: list[Candidate] = []
         self.scores: dict[int, float] = {}
@@ -91,9 +94,7 @@ class Search:
         return self.scores.get(self.candidates.index(candidate), -math.inf)
 
     async def begin(self) -> None:
-        """Score the seed. TrainingError if the agent does not work, ConfigError if the search cannot begin."""
-        if (least := len(self.validation)) > self.settings.budget:
-            raise ConfigError(f"[optimize] budget: {least} validation tasks need more rollouts than this.")
+        """Score the seed. TrainingError if the agent does not work, ConfigError if there is nothing to replace."""
         episodes = await self.evaluate(self.seed, self.validation)
         if fault := await alarm_of_failures(self.session.server.store, episodes):
             raise TrainingError(f"The search cannot begin: {fault.seen}. {fault.remedy} {fault.details}")
@@ -108,12 +109,9 @@ class Search:
     async def evaluate(self, candidate: Candidate, positions: Sequence[int], split: str = "train") -> list[Episode]:
         """The episodes of a candidate on these tasks, recorded or run now.
 
-        SearchOverError if the budget does not suffice, or no better candidate came for long.
+        SearchOverError if the budget does not suffice.
         """
         if candidate not in self.candidates:
-            patience = self.settings.patience
-            if patience and self.scores and len(self.candidates) - self.candidates.index(self.best) > patience:
-                raise SearchOverError(f"no better candidate among the last {patience}")
             self.candidates.append(candidate)
         number, names = self.candidates.index(candidate), [_name(candidate, position, split) for position in positions]
         missing = {n: p for n, p in zip(names, positions, strict=True) if n not in self._episodes}

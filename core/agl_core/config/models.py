@@ -93,8 +93,6 @@ class StopSection(Section):
     patience: int = Field(0, ge=0)
     """Training ends after this many evaluations in a row without a new best reward, on the set `eval` (else the first
     one) in the first of eval.modes; 0: never."""
-    tolerance: float = Field(0.0, ge=0)
-    """A new best is above the best one before by more than this."""
     alarms: dict[AlarmName, Annotated[int, Field(ge=1)]] = Field({})
     """Training ends with an error once one of these alarms has stood for so many steps: `reward_collapse = 3`, for
     instance."""
@@ -126,15 +124,7 @@ class TrainSection(Section):
     """Older ones are removed, but for the one with the best evaluation."""
     deterministic: bool = False
     """Bit-exact repetition and resuming, at a cost in speed."""
-    patience: int = Field(2, ge=0)
-    """Training stops with an error after this many steps in a row with nothing to train on, none for a reason that goes
-    away by itself (docs/faults.md); 0: it never stops, and has no first look at the agent."""
     stop: StopSection = StopSection()
-    serving_gap: float = Field(0.2, gt=0, le=1)
-    """Training stops with an error after a step in which the probabilities of tokens, where they were sampled and in
-    training, differ by more than this on average, although the weights should be the same (`update/prob_gap_mean`).
-    Rounding explains far less: 6e-5 was measured where servers had the weights rounded to bfloat16. 1: it never
-    stops."""
     endings: dict[Ending, EndingReward] = Field(dict(_ENDINGS))
     """For each ending of a rollout: 'score' by the reward rules, a fixed terminal reward, or 'drop'."""
 

@@ -69,7 +69,7 @@ class PluginChoice(OpenSection):
 
 
 class ServerSection(Section):
-    """The Lightning Server: where agents and workers reach the run, and when a worker counts as lost."""
+    """The Lightning Server: where agents and workers reach the run."""
 
     host: str = Field("127.0.0.1", min_length=1)
     """The address to listen on. An address that other machines can reach requires a worker key of your choice in
@@ -79,9 +79,6 @@ class ServerSection(Section):
     view_port: int = Field(0, ge=0, le=65535)
     """The port of the pages in the browser; 0 takes a free one. They are for this machine alone, unless `host` can be
     reached from others and AGL_OPERATOR_KEY is set: it is their password."""
-    lease: float = Field(20.0, gt=0)
-    """Seconds without a heartbeat after which a worker's attempts are lost and tried again; it sends four in this
-    time."""
 
 
 class PassthroughSection(Section):

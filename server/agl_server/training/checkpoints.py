@@ -59,7 +59,7 @@ class RunState:
         """In which way the rewards no longer rise; empty as long as they may."""
         rewards, best, waited = self.rewards, -1, 0
         for step, reward in rewards.items():
-            is_best = best < 0 or reward > rewards[best] + stop.tolerance
+            is_best = best < 0 or reward > rewards[best]
             best, waited = (step, 0) if is_best else (best, waited + 1)
         if not stop.patience or waited < stop.patience:
             return ""

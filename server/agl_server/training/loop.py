@@ -7,7 +7,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from agl_core import hooks
 from agl_core.config.load import LoadedConfig
@@ -60,6 +60,8 @@ class Trainer:
     state: RunState = field(default_factory=RunState)
     watch: Watch = field(default_factory=Watch)
     saved_step: int = field(init=False)
+    stops_without_data: ClassVar[bool] = True
+    """Training ends with an error after two steps in a row with nothing to train on."""
     _latest: StepGroups = field(default_factory=lambda: StepGroups([]), init=False)
     _hook_failures: int = field(default=0, init=False)
     """The failures of lifecycle hooks that metrics have."""
@@ -176,8 +178,10 @@ class Trainer:
         self.log.write(step, "train", self.watch.steps[-1], alarms, self.stopped)
         self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
         self._say(f"step {step}", alarms)
-        check_serving(step, {name: result.metrics for name, result in results.items()}, settings.serving_gap)
-        check_patience(step, self.watch.steps, settings.patience)
+        if self.loaded.config.alarms.get(AlarmName.LOGPROB_GAP) is not False:
+            check_serving(step, {name: result.metrics for name, result in results.items()})
+        if self.stops_without_data:
+            check_patience(step, self.watch.steps)
 
     async def _update(self, step: int, batches: StepBatches) -> dict[str, UpdateResult]:
         """Update every policy that has a batch, each by its own algorithm; the others stay as they are."""

@@ -82,7 +82,7 @@ async def train(
             async with open_session(
                 loaded, run_dir, server, observer, weights=weights, resumed_step=resumed
             ) as session:
-                if look and not resume and config.train.patience:
+                if look and not resume:
                     try:
                         await _look(session, observer, run_dir, begun)
                     except EngineError:
@@ -110,7 +110,7 @@ async def train(
                         config.alarms,
                         tuple(config.policies),
                         [line.values for line in read_metrics(run_dir) if line.kind == "train"],
-                        max(KEPT, config.train.patience, *config.train.stop.alarms.values()),
+                        max(KEPT, *config.train.stop.alarms.values()),
                     ),
                 )
                 try:
@@ -179,8 +179,7 @@ async def _look(session: Session, observer: Observer, run_dir: Path, begun: Call
             f"See them: agl rollouts {run_dir}; train all the same: agl train --resume {run_dir}",
         )
     raise TrainingError(
-        f"{why} did not begin: {look.fault.seen}. {look.fault.remedy} {look.fault.details}\n{following}; with "
-        f"train.patience = 0 there is no first look."
+        f"{why} did not begin: {look.fault.seen}. {look.fault.remedy} {look.fault.details}\n{following}."
     )
 
 

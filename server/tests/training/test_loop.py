@@ -181,11 +181,10 @@ async def test_the_best_evaluation_so_far_has_a_checkpoint_and_a_plateau_ends_tr
 @given(
     rewards=st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=1, max_size=8),
     patience=st.integers(0, 4),
-    tolerance=st.sampled_from([0.0, 0.3, 0.6]),
     of_replies=st.booleans(),
 )
 def test_a_plateau_is_a_best_reward_that_as_many_later_ones_did_not_beat(
-    rewards: list[float], patience: int, tolerance: float, of_replies: bool
+    rewards: list[float], patience: int, of_replies: bool
 ) -> None:
     """Of recorded replies: a lowest loss."""
     evaluations: list[dict[str, Any]] = []
@@ -195,10 +194,10 @@ def test_a_plateau_is_a_best_reward_that_as_many_later_ones_did_not_beat(
             score = {"loss": -value} if of_replies else {"reward": value}
             evaluations.append({"step": 10 * number, "set": name, "mode": mode, **score})
     best = 0
-    while better := [n for n in range(best, len(rewards)) if rewards[n] > rewards[best] + tolerance]:
+    while better := [n for n in range(best, len(rewards)) if rewards[n] > rewards[best]]:
         best = better[0]
     waits = len(rewards) - 1 - best
-    reason = RunState(evaluations=evaluations).plateau(StopSection(patience=patience, tolerance=tolerance))
+    reason = RunState(evaluations=evaluations).plateau(StopSection(patience=patience))
     assert bool(reason) == (0 < patience <= waits)
     assert not reason or f"none of {waits} evaluations was better than that of step {10 * best} (" in reason
 

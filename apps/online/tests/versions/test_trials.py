@@ -179,10 +179,9 @@ def test_a_change_that_both_versions_see_says_nothing() -> None:
     assert sum(r is not None and r[0] is State.ROLLED_BACK for r in results) <= 2
 
 
-def test_rewards_have_a_range_and_no_promotion_comes_before_enough_sessions() -> None:
+def test_rewards_have_a_range() -> None:
     outcomes = [replace(s, reward=10 * (s.reward or 0.0) - 5) for s in sessions(1, 600, solved(1), solved(0))]
-    settings = CanarySection(reward=(-5, 5), tolerance=0.5, min_sessions=100)
-    assert judge_canary(CANARY, STABLE, outcomes[:200], settings) is None
+    settings = CanarySection(reward=(-5, 5), tolerance=0.5)
     late = judge_canary(CANARY, STABLE, outcomes, settings)
     assert late is not None
     assert late.state is State.STABLE
