@@ -62,9 +62,7 @@ def groups_on(page: RolloutPage) -> list[Group]:
 
 
 def _advantage(records: Sequence[TrainingRecord]) -> float | None:
-    used = [record for record in records if record.advantage is not None and record.dropped is None]
-    last = max((record.step for record in used), default=0)
-    values = [record.advantage for record in used if record.step == last and record.advantage is not None]
+    values = [record.advantage for record in records if record.advantage is not None and record.dropped is None]
     return math.fsum(values) / len(values) if values else None
 
 

@@ -286,7 +286,7 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecord:
-    """The outcome of one transition in one training step. It answers "why did this token get this advantage?"."""
+    """The outcome of one transition in the step that used it: "why did this token get this advantage?"."""
 
     rollout: str
     attempt: int

@@ -248,25 +248,24 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
         )
     for reward in turn.rewards:
         screen.print(f"    reward {_reward(reward)}")
-    for record in turn.training_records:
-        screen.print(f"    {_use(record)}", style="magenta")
+    if turn.record is not None:
+        screen.print(f"    {_use(turn.record)}", style="magenta")
 
 
 def _print_tokens(screen: Screen, turn: Turn) -> None:
-    """A line for each token of the response, in the certificate of each step that trained on it."""
-    transition = turn.transition
-    for record, certificate in zip(turn.training_records, turn.certificates, strict=True):
-        if certificate is None:
-            continue
-        screen.print(f"    step {record.step}, {certificate.text}", style="magenta")
-        assert transition.response_ids is not None, "others have no certificate"
-        sampled = [math.nan] * len(certificate.proofs_T) if transition.logprobs is None else transition.logprobs
-        version = "-" if transition.version is None else f"v{transition.version}"
-        screen.print("       token       id  version    sampled  recomputed  proof", style="dim")
-        for i, (id, one, other, proof) in enumerate(
-            zip(transition.response_ids, sampled, certificate.recomputed_T, certificate.proofs_T, strict=True)
-        ):
-            screen.print(f"      {i:>6} {id:>8} {version:>8} {one:>10.5f}  {other:>10.5f}  {proof or 'not trained on'}")
+    """A line for each token of the response, in the certificate of the step that trained on it."""
+    transition, record, certificate = turn.transition, turn.record, turn.certificate
+    if record is None or certificate is None:
+        return
+    screen.print(f"    step {record.step}, {certificate.text}", style="magenta")
+    assert transition.response_ids is not None, "others have no certificate"
+    sampled = [math.nan] * len(certificate.proofs_T) if transition.logprobs is None else transition.logprobs
+    version = "-" if transition.version is None else f"v{transition.version}"
+    screen.print("       token       id  version    sampled  recomputed  proof", style="dim")
+    for i, (id, one, other, proof) in enumerate(
+        zip(transition.response_ids, sampled, certificate.recomputed_T, certificate.proofs_T, strict=True)
+    ):
+        screen.print(f"      {i:>6} {id:>8} {version:>8} {one:>10.5f}  {other:>10.5f}  {proof or 'not trained on'}")
 
 
 def _json(value: Any, width: int) -> str:

@@ -55,16 +55,16 @@ class GroupCredit:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One transition with its rewards, and what each step that used it made of it."""
+    """One transition with its rewards, and what the step that used it made of it."""
 
     transition: Transition
     rewards: Sequence[Reward]
-    training_records: Sequence[TrainingRecord]
+    record: TrainingRecord | None
 
     @property
-    def certificates(self) -> list[Certificate | None]:
-        """The proof of each training record's tokens; None if it did not train on them."""
-        return [certify(self.transition, record) for record in self.training_records]
+    def certificate(self) -> Certificate | None:
+        """The proof of its tokens; None if they were not trained on."""
+        return None if self.record is None else certify(self.transition, self.record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,8 @@ class AttemptReport:
 
     @property
     def turns(self) -> list[Turn]:
-        return [
-            Turn(t, self.rewards_of(t), [record for record in self.training_records if record.key == t.key])
-            for t in self.episode.transitions
-        ]
+        records = {record.key: record for record in self.training_records}
+        return [Turn(t, self.rewards_of(t), records.get(t.key)) for t in self.episode.transitions]
 
     def rewards_of(self, transition: Transition) -> list[Reward]:
         key = transition.key

@@ -175,15 +175,13 @@ def _episode_row(exported: ExportedRollout) -> Row:
 
 
 def _transition_rows(exported: ExportedRollout, agent: str | None) -> Iterator[Row]:
-    report, named = exported.report, _named(exported)
-    for transition in report.episode.transitions:
+    named = _named(exported)
+    for turn in exported.report.turns:
+        transition, rewards = turn.transition, turn.rewards
         if agent not in (None, transition.agent):
             continue
-        records = [record for record in report.training_records if record.key == transition.key]
-        last = max(records, key=lambda record: record.step, default=None)
-        rewards = report.rewards_of(transition)
         yield {
-            **({} if last is None else _fields(last)),
+            **({} if turn.record is None else _fields(turn.record)),
             **named,
             **_fields(transition),
             **transition.key._asdict(),

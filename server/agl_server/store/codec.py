@@ -113,7 +113,7 @@ _KEYS: Mapping[type, tuple[str, ...]] = {
     Call: ("id",),
     ToolResult: ("source", "id"),
     Reward: ("name", "source", "call", "choice"),
-    TrainingRecord: ("call", "choice", "step"),
+    TrainingRecord: ("call", "choice"),
     Annotation: ("id",),
 }
 """The key of an attempt's record among those of its kind."""

@@ -64,7 +64,7 @@ READ: dict[type, tuple[Callable[[Any], Any], Callable[[SqliteStore, list[Any]], 
         lambda r: (r.rollout, r.attempt, r.name, r.source, r.call, r.choice),
         lambda store, stored: store.rewards(keys(stored)),
     ),
-    TrainingRecord: (lambda r: (r.key, r.step), lambda store, stored: store.training_records(keys(stored))),
+    TrainingRecord: (lambda r: r.key, lambda store, stored: store.training_records(keys(stored))),
     Annotation: (lambda r: r.id, lambda store, stored: store.annotations(keys(stored))),
 }
 """The key of each kind of record, and how to read it."""
