@@ -23,10 +23,9 @@ from agl_core.errors import ConfigError, TrainingError
 from agl_core.learning.rewards import score
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
-from agl_core.types import AlarmName, Ending, Mode
+from agl_core.types import Ending, Mode
 from agl_core.wire import SERVER_FILE
 from agl_server.commands.screen import show_in_browser
-from agl_server.health.alarms import Watch
 from agl_server.server import LightningServer
 from agl_server.training.metrics import Observer
 from agl_server.training.rollouts import scoring_rules
@@ -270,22 +269,9 @@ EFFECTS: Mapping[str, Effect] = {
     "train.steps": Effect(ran(lambda run: len(run.updates)), {"train.steps": 1}),
     "train.groups_per_step": Effect(GROUPS, {"train.groups_per_step": 1}),
     "train.group_size": Effect(GROUPS, {"train.group_size": 3}),
-    "train.min_group_size": Effect(
-        KEPT, {"train.min_group_size": 3}, {**tasks("fragile"), "train.group_size": 3, "train.endings.crashed": "drop"}
-    ),
     "train.refill": Effect(ran(lambda run: run.metrics[1]["groups/replaced"]), {"train.refill": 1}),
     "train.truncated": Effect(KEPT, {"train.truncated": "drop"}, {"sampling.max_tokens": 1}),
     "train.agents": Effect(KEPT, {"train.agents": ["planner"]}),
-    "train.stop.patience": Effect(steps_made, {"train.stop.patience": 1}, {"train.steps": 3, "eval.every": 1}),
-    **{
-        f"train.stop.alarms.{name}": Effect(
-            lambda bench, given, name=name: Watch(steps=[{f"alarm/{name}": 1.0}]).standing(
-                bench.load(given).config.train.stop.alarms
-            ),
-            {f"train.stop.alarms.{name}": 1},
-        )
-        for name in AlarmName
-    },
     "train.checkpoint_every": Effect(CHECKPOINTS, {"train.checkpoint_every": 1}),
     "train.keep_checkpoints": Effect(CHECKPOINTS, {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),
     "train.deterministic": Effect(
@@ -296,6 +282,7 @@ EFFECTS: Mapping[str, Effect] = {
     "async.in_flight": Effect(IN_FLIGHT, {"async.in_flight": 3}, {"async.max_staleness": 1}),
     "eval.every": Effect(EVALUATIONS, {"eval.every": 1}),
     "eval.tasks": Effect(EVALUATIONS, {"eval.tasks": 3}),
+    "eval.patience": Effect(steps_made, {"eval.patience": 1}, {"train.steps": 3, "eval.every": 1}),
     "eval.modes": Effect(EVALUATIONS, {"eval.modes": ["eval-sampled"]}),
     "workers.concurrency": Effect(ran(most_at_once), {"workers.concurrency": 1}),
     "workers.processes": Effect(has_a_worker, {"workers.processes": 0}),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from agl_core.cli import app
 from agl_core.config.load import load
-from agl_core.errors import ConfigError, PluginError, TrainingError
+from agl_core.errors import ConfigError, PluginError
 from agl_core.types import Rollout, Run
 from agl_server.reading.explained import is_superseded
 from agl_server.reading.runs import read_entry
@@ -216,7 +216,7 @@ async def test_a_run_that_is_moved_away_and_renamed_is_resumed_and_read(
 
 async def test_a_run_that_stopped_early_says_so_and_goes_on_only_if_told(bench: Bench) -> None:
     """The scripted agent has the same held-out reward from the first evaluation on."""
-    given = {"train.steps": 5, "train.stop.patience": 2, "eval.every": 1, "train.checkpoint_every": 100}
+    given = {"train.steps": 5, "eval.patience": 2, "eval.every": 1, "train.checkpoint_every": 100}
     loaded = bench.load(given)
     run_dir = new_run_dir(loaded)
     heard, again, on = Lines(), Lines(), Lines()
@@ -239,22 +239,7 @@ async def test_a_run_that_stopped_early_says_so_and_goes_on_only_if_told(bench: 
     assert reason_line in again.lines
     assert entry(summary) == ("finished early", 2, 5, reason)
 
-    summary = await resumed(run_dir, "train.stop.patience=0", heard=on)
+    summary = await resumed(run_dir, "eval.patience=0", heard=on)
     assert summary.state.step == 5
     assert reason_line not in on.lines
     assert entry(summary) == ("finished", 5, 5, "")
-
-
-async def test_an_alarm_that_stands_ends_a_run_with_an_error_also_when_it_is_resumed(bench: Bench) -> None:
-    loaded = bench.load({"train.steps": 5, "train.stop.alarms.no_reward": 2, "rewards": {}})
-    run_dir = new_run_dir(loaded)
-    with pytest.raises(TrainingError, match=r"step 2: the alarm no_reward has stood for 2 steps\. To train on, resume"):
-        await train(loaded, run_dir, Lines())
-    entry = read_entry(run_dir)
-    assert (entry.state, entry.steps) == ("failed", 2)
-    assert entry.verdict is not None
-    assert entry.verdict.text.endswith("; stopped early at step 2: the alarm no_reward has stood for 2 steps")
-    with pytest.raises(TrainingError, match=r"step 2: the alarm no_reward"):
-        await resumed(run_dir)
-    summary = await resumed(run_dir, "train.stop.alarms.no_reward=9")
-    assert summary.state.step == 5

@@ -72,7 +72,7 @@ def scripted_config(config: RunConfig, plugins: Plugins | None = None) -> Any:
     algorithm = ChosenComponent(Component("", kinds.ALGORITHM, "scripted", lambda _: None), NoOptions())
     policies = {"default": PolicyPlan(algorithm, credit)}
     return SimpleNamespace(
-        config=config, policies=policies, plugins=plugins or Plugins(), imitates=False, is_rewarded=True
+        config=config, policies=policies, plugins=plugins or Plugins(), imitates=False, compares=True, is_rewarded=True
     )
 
 

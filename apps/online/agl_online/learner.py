@@ -11,7 +11,7 @@ is killed at any point goes on as if it had not been.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -91,7 +91,6 @@ class Learner(Trainer):
             between=self._decide_canary,
         )
         super().__post_init__()
-        self._plan = replace(self._plan, min_group_size=1)  # A session is the only one of its kind.
 
     @property
     def _groups_per_step(self) -> int:

@@ -81,11 +81,6 @@ def needing(loaded: LoadedConfig, plan: PolicyPlan, need: Capability) -> Iterato
 
 def _sizes(loaded: LoadedConfig) -> Iterator[str]:
     settings, train = loaded.config.asynchronous, loaded.config.train
-    if train.min_group_size > train.group_size > 1:
-        yield (
-            f"[train] min_group_size is {train.min_group_size}, more than group_size {train.group_size}: every "
-            f"group would be dropped. Set it to {train.group_size} or less."
-        )
     if settings.max_staleness and train.deterministic:
         yield (
             f"[train] deterministic is on, but with [async] max_staleness {settings.max_staleness} the time that "
@@ -101,14 +96,11 @@ def _sizes(loaded: LoadedConfig) -> Iterator[str]:
             f"[train] deterministic is on, but with refill {train.refill} the order in which rollouts end decides what "
             f"is trained on. Set refill to 0, or deterministic to false."
         )
-    if train.stop.patience and (not loaded.config.eval.every or loaded.config.tasks.keys() == {"train"}):
+    if loaded.config.eval.patience and (not loaded.config.eval.every or loaded.config.tasks.keys() == {"train"}):
         yield (
-            "[train.stop] patience counts evaluations, and there is none. Name held-out tasks ([tasks.eval]) and set "
-            "[eval] every to 1 or more, or patience to 0."
+            "[eval] patience counts evaluations, and there is none. Name held-out tasks ([tasks.eval]) and set every "
+            "to 1 or more, or patience to 0."
         )
-    for name in train.stop.alarms:
-        if loaded.config.alarms.get(name) is False:
-            yield f"[train.stop] alarms waits for '{name}', which [alarms] switches off. Remove one of them."
     if settings.in_flight is not None and settings.in_flight < train.groups_per_step:
         yield (
             f"[async] in_flight is {settings.in_flight}, but a step needs {train.groups_per_step} groups "
@@ -122,17 +114,11 @@ def _sizes(loaded: LoadedConfig) -> Iterator[str]:
 
 
 def _groups(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
-    train = loaded.config.train
-    for chosen in needing(loaded, plan, Capability.GROUPS):
-        if train.group_size == 1:
+    if loaded.config.train.group_size == 1:
+        for chosen in needing(loaded, plan, Capability.GROUPS):
             yield (
                 f"{chosen.label} compares several rollouts of each task, but [train] group_size is 1. "
                 f"Set it to 2 or more (8 is usual)."
-            )
-        elif train.min_group_size == 1:
-            yield (
-                f"{chosen.label} compares several rollouts of each task, but [train] min_group_size is 1, which "
-                f"keeps groups with nothing to compare. Set it to 2 or more."
             )
 
 

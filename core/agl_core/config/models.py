@@ -87,17 +87,6 @@ _ENDINGS: Mapping[Ending, EndingReward] = {
 }
 
 
-class StopSection(Section):
-    """When training ends before its last step (docs/health.md#when-training-ends-early)."""
-
-    patience: int = Field(0, ge=0)
-    """Training ends after this many evaluations in a row without a new best reward, on the set `eval` (else the first
-    one) in the first of eval.modes; 0: never."""
-    alarms: dict[AlarmName, Annotated[int, Field(ge=1)]] = Field({})
-    """Training ends with an error once one of these alarms has stood for so many steps: `reward_collapse = 3`, for
-    instance."""
-
-
 class TrainSection(Section):
     """The training loop."""
 
@@ -107,8 +96,6 @@ class TrainSection(Section):
     """Tasks per step; each makes one group of rollouts."""
     group_size: int = Field(8, ge=1)
     """Rollouts of each task."""
-    min_group_size: int = Field(2, ge=1)
-    """A group that lost more members is dropped."""
     refill: int = Field(0, ge=0)
     """Groups that a step replaces by fresh ones, at most, because their rollouts' returns are all equal: nothing would
     be learned from them (DAPO's dynamic sampling). As many as groups_per_step are usual."""
@@ -124,7 +111,6 @@ class TrainSection(Section):
     """Older ones are removed, but for the one with the best evaluation."""
     deterministic: bool = False
     """Bit-exact repetition and resuming, at a cost in speed."""
-    stop: StopSection = StopSection()
     endings: dict[Ending, EndingReward] = Field(dict(_ENDINGS))
     """For each ending of a rollout: 'score' by the reward rules, a fixed terminal reward, or 'drop'."""
 
@@ -157,6 +143,9 @@ class EvalSection(Section):
     """Tasks per evaluation set, from its start."""
     modes: tuple[Mode, ...] = (Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED)
     """How to sample."""
+    patience: int = Field(0, ge=0)
+    """Training ends after this many evaluations in a row without a new best reward, on the set `eval` (else the first
+    one) in the first of `modes`; 0: never."""
 
     @field_validator("modes")
     @classmethod

@@ -125,6 +125,12 @@ class LoadedConfig:
         return all(Capability.RECORDED_TEXTS in plan.algorithm.component.provides for plan in self.policies.values())
 
     @property
+    def compares(self) -> bool:
+        """True if a rule or an algorithm compares several rollouts of each task."""
+        trained_by = (part for plan in self.policies.values() for part in (plan.algorithm, plan.credit))
+        return any(Capability.GROUPS in part.needs for part in (*trained_by, *self.rewards.values()))
+
+    @property
     def is_rewarded(self) -> bool:
         """True if a policy's algorithm takes credited values; otherwise rewards mean nothing to training."""
         return any(plan.algorithm.takes is not None for plan in self.policies.values())

@@ -88,7 +88,7 @@ class BatchPlan:
         for name, plan in loaded.policies.items():
             by_name = weights if Capability.NAMED_REWARDS in plan.algorithm.needs else None
             credit[name] = PolicyCredit(plan.credit.component.name, plan.credit.build(), plan.credit_kind, by_name)
-        least, staleness = min(train.min_group_size, train.group_size), loaded.config.asynchronous.max_staleness
+        least, staleness = 2 if loaded.compares else 1, loaded.config.asynchronous.max_staleness
         return cls(credit, train.agents, least, without_logprobs, train.truncated, staleness)
 
     def drop_reason(self, episode: Episode, versions: Mapping[str, int] | None = None) -> DropReason | None:

@@ -20,7 +20,6 @@ Load = Callable[..., LoadedConfig]
     [
         (),
         ("train.group_size=2",),
-        ("train.group_size=4", "train.min_group_size=4"),
         ("algorithm.name=easy", "train.group_size=1", "engine.name=poor"),
         ("algorithm.name=judging", "engine.name=rich", "credit.name=per_step", "train.group_size=1"),
         ("algorithm.comparing.beta=0", "engine.name=poor"),
@@ -41,8 +40,6 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
     ("overrides", "parts"),
     [
         (("train.group_size=1",), ("compares several rollouts", "group_size is 1", "Set it to 2 or more")),
-        (("train.min_group_size=1",), ("min_group_size is 1", "nothing to compare")),
-        (("train.group_size=2", "train.min_group_size=3"), ("min_group_size is 3, more than group_size 2",)),
         (
             ("async.max_staleness=1", "train.deterministic=true"),
             ("deterministic is on", "Set max_staleness to 0, or deterministic to false"),
@@ -75,11 +72,7 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
             ),
             ("algorithm 'distill'", "at temperature 1, but [sampling] temperature is 0.7", "Set it to 1"),
         ),
-        (("train.stop.patience=2", "eval.every=0"), ("[train.stop] patience counts evaluations, and there is none",)),
-        (
-            ("train.stop.alarms.no_contrast=2", "alarms.no_contrast=false"),
-            ("[train.stop] alarms waits for 'no_contrast', which [alarms] switches off",),
-        ),
+        (("eval.patience=2", "eval.every=0"), ("[eval] patience counts evaluations, and there is none",)),
         (
             ("algorithm.name=sft",),
             ("imitates recorded rollouts, but task source", "agl train CONFIG --from RUN", "trains on recorded texts"),
@@ -120,10 +113,10 @@ def test_each_policy_is_judged_by_its_own_pair(loaded: Load) -> None:
 
 def test_what_several_policies_share_is_told_once_with_their_names(loaded: Load) -> None:
     with pytest.raises(CapabilityError) as error:
-        loaded(two_policies(), "engine.name=poor", "train.min_group_size=9")
+        loaded(two_policies(), "engine.name=poor", "train.refill=1", "train.deterministic=true")
 
     _, sizes, reference = str(error.value).splitlines()
-    assert sizes.strip().startswith("[train] min_group_size is 9")
+    assert sizes.strip().startswith("[train] deterministic is on")
     assert reference.strip().startswith("policies 'critic' and 'writer': algorithm 'comparing'")
 
 

@@ -73,13 +73,6 @@ class Watch:
         self.steps[-1] = {**numbers, **{f"alarm/{alarm.name}": 1.0 for alarm in alarms}}
         return [alarm for alarm in alarms if f"alarm/{alarm.name}" not in before]
 
-    def standing(self, limits: Mapping[AlarmName, int]) -> str:
-        """The alarm that held after as many of the last steps as its limit says, in words; empty without one."""
-        for name, limit in limits.items():
-            if len(self.steps) >= limit and all(f"alarm/{name}" in numbers for numbers in self.steps[-limit:]):
-                return f"the alarm {name} has stood for {limit} steps"
-        return ""
-
     def _on_numbers(self) -> Iterator[Alarm]:
         """The alarms that hold; those on updates look at each policy, by the steps that updated it."""
         updates: dict[str, list[Numbers]] = {}

@@ -15,7 +15,6 @@ from typing import Any
 import orjson
 
 from agl_core import private
-from agl_core.config.models import StopSection
 from agl_core.errors import CheckpointError, ConfigError
 from agl_server.health.verdict import HEADLINE_SET
 
@@ -55,13 +54,13 @@ class RunState:
         of_mode = [entry for entry in entries if entry["mode"] == entries[0]["mode"]]
         return {entry["step"]: float(entry["reward"] if "reward" in entry else -entry["loss"]) for entry in of_mode}
 
-    def plateau(self, stop: StopSection) -> str:
+    def plateau(self, patience: int) -> str:
         """In which way the rewards no longer rise; empty as long as they may."""
         rewards, best, waited = self.rewards, -1, 0
         for step, reward in rewards.items():
             is_best = best < 0 or reward > rewards[best]
             best, waited = (step, 0) if is_best else (best, waited + 1)
-        if not stop.patience or waited < stop.patience:
+        if not patience or waited < patience:
             return ""
         return f"none of {waited} evaluations was better than that of step {best} ({rewards[best]:.3g})"
 

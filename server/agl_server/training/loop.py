@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar
 
 from agl_core import hooks
 from agl_core.config.load import LoadedConfig
-from agl_core.errors import TrainingError
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches
 from agl_core.learning.certificate import recomputed_in
 from agl_core.protocols import RecordedTasks, UpdateResult
@@ -99,7 +98,7 @@ class Trainer:
     async def train(self) -> None:
         """Train from where `state` is to the last step, or until it is `stopped`.
 
-        TrainingError if the steps have nothing to train on, or an alarm stands.
+        TrainingError if the steps have nothing to train on.
         """
         settings = self.loaded.config.train
         last, every = settings.steps, self.loaded.config.eval.every
@@ -123,21 +122,16 @@ class Trainer:
         finally:
             await self._experience.cancel()
         if self.stopped:
-            text = (
-                f"Training stopped early at step {self.state.step}: {self.stopped}. To train on, resume it with other "
-                f"settings of [train.stop], or from another checkpoint (agl train --resume RUN@best)."
+            self.observer.say(
+                f"Training stopped early at step {self.state.step}: {self.stopped}. To train on, resume it with "
+                f"another eval.patience, or from another checkpoint (agl train --resume RUN@best)."
             )
-            if self.watch.standing(settings.stop.alarms):
-                raise TrainingError(text)
-            self.observer.say(text)
 
     @property
     def stopped(self) -> str:
         """Why training ends before its last step; empty as long as it goes on."""
-        settings = self.loaded.config.train
-        if self.state.step >= settings.steps:
-            return ""
-        return self.watch.standing(settings.stop.alarms) or self.state.plateau(settings.stop)
+        config = self.loaded.config
+        return "" if self.state.step >= config.train.steps else self.state.plateau(config.eval.patience)
 
     async def _after_step(self) -> None:
         """Hook for subclasses, called after each step."""

@@ -190,11 +190,11 @@ def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
                 f"[tasks.{name}]: the first task cannot be made ({type(error).__name__}: {error}).\n"
                 f"{last_frames(error)}"
             ) from error
-    check_agent(loaded.config, sources, imitates=loaded.imitates)
+    check_agent(loaded.config, sources, compares=loaded.compares)
     return sources
 
 
-def check_agent(config: RunConfig, sources: Mapping[str, TaskSource], *, imitates: bool = False) -> None:
+def check_agent(config: RunConfig, sources: Mapping[str, TaskSource], *, compares: bool) -> None:
     """ConfigError if rollouts are to be run and there is no agent, or if no recorded group can be trained on."""
     fresh = [name for name, source in sources.items() if not isinstance(source, RecordedTasks)]
     if fresh and config.agent is None:
@@ -203,14 +203,12 @@ def check_agent(config: RunConfig, sources: Mapping[str, TaskSource], *, imitate
             f"recorded tasks there."
         )
     source = sources["train"]
-    if not isinstance(source, RecordedTasks):
+    if not isinstance(source, RecordedTasks) or not compares:
         return
-    least = 1 if imitates else min(config.train.min_group_size, config.train.group_size)
-    if all(source.members(index) < least for index in range(source.size)):
+    if all(source.members(index) < 2 for index in range(source.size)):
         raise ConfigError(
-            f"[tasks.train]: no recorded task has {least} rollouts (train.min_group_size), so nothing could be "
-            f"compared and all would be dropped. Set train.group_size = 1, and an algorithm that compares no groups, "
-            f"such as 'reinforce++'."
+            "[tasks.train]: no recorded task has two rollouts, so nothing could be compared and all would be dropped. "
+            "Set an algorithm that compares no groups, such as 'reinforce++'."
         )
 
 

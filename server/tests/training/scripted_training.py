@@ -183,13 +183,19 @@ def make_bench(
     tasks: TaskSource | None = None,
     **settings: Any,
 ) -> Bench:
-    """`settings` are those of [train], but for `max_staleness`, `in_flight`, `eval_every` and `alarms`."""
+    """`settings` are those of [train], but for `max_staleness`, `in_flight`, `eval_…` and `alarms`."""
     asynchronous = {key: settings.pop(key) for key in ("max_staleness", "in_flight") if key in settings}
-    evaluation = {"eval": {"every": settings.pop("eval_every")}} if "eval_every" in settings else {}
+    evaluation = {key.removeprefix("eval_"): settings.pop(key) for key in [*settings] if key.startswith("eval_")}
     alarms = settings.pop("alarms", {})
     train = {"steps": 4, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 1, **settings}
     config = RunConfig.model_validate(
-        {**MINIMAL, "train": train, "alarms": alarms, **({"async": asynchronous} if asynchronous else {}), **evaluation}
+        {
+            **MINIMAL,
+            "train": train,
+            "alarms": alarms,
+            **({"async": asynchronous} if asynchronous else {}),
+            "eval": evaluation,
+        }
     )
     engine, store, log = CountingEngine(), MemoryStore(), Log()
     engine.version = (state or RunState()).step

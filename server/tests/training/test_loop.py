@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from scripted_run import MINIMAL, CountingEngine, Lines
 
 from agl_core.config.load import SERVED, load
-from agl_core.config.models import StopSection
 from agl_core.errors import CheckpointError, StoreError
 from agl_core.types import Batch, TrainingRecord
 from agl_server.training.checkpoints import Checkpoints, RunState, model_links, read_state
@@ -164,7 +163,7 @@ async def test_every_part_of_the_state_goes_on_where_it_was(
 async def test_the_best_evaluation_so_far_has_a_checkpoint_and_a_plateau_ends_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = make_bench(tmp_path, steps=9, checkpoint_every=100, eval_every=1, stop={"patience": 3})
+    bench = make_bench(tmp_path, steps=9, checkpoint_every=100, eval_every=1, eval_patience=3)
     rewards = (0.5, 0.4, 0.6, 0.5, 0.6, 0.6, 0.9, 1.0, 1.0, 1.0)
 
     async def evaluate(step: int) -> Evaluation:
@@ -197,7 +196,7 @@ def test_a_plateau_is_a_best_reward_that_as_many_later_ones_did_not_beat(
     while better := [n for n in range(best, len(rewards)) if rewards[n] > rewards[best]]:
         best = better[0]
     waits = len(rewards) - 1 - best
-    reason = RunState(evaluations=evaluations).plateau(StopSection(patience=patience))
+    reason = RunState(evaluations=evaluations).plateau(patience)
     assert bool(reason) == (0 < patience <= waits)
     assert not reason or f"none of {waits} evaluations was better than that of step {10 * best} (" in reason
 

@@ -111,7 +111,7 @@ def test_lengths_calls_and_tool_results_are_counted_by_transition_call_and_rollo
 
 async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
     """One rollout of two groups of two, with two calls each, crashes before its first call."""
-    bench = make_bench(tmp_path, steps=1, min_group_size=1)
+    bench = make_bench(tmp_path, steps=1)
 
     def ending(rollout: Rollout) -> Ending:
         return Ending.CRASHED if rollout.id == "s1-g1-m0" else Ending.FINISHED
