@@ -86,7 +86,7 @@ WAYS = (
     Way("reinforce++", "immediate", (("across_calls", True), ("gamma", 0.9)), CreditKind.REWARD),
     Way("sft", "identical"),
     Way("rft", "identical", (("threshold", -10.0),)),
-    Way("dpo", "identical", (("margin", 0.0),)),
+    Way("dpo", "identical"),
     Way("distill", "identical", (("teacher", "the policy itself"),)),
 )
 

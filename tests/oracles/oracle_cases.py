@@ -297,7 +297,6 @@ def _trl() -> list[Case]:
             for name, settings in {
                 "trl-dpo": {"beta": 0.1},
                 "trl-dpo-beta": {"beta": 1.5},
-                "trl-dpo-margin": {"beta": 0.3, "margin": 0.5},
             }.items()
         ),
     ]  # fmt: skip

@@ -99,7 +99,7 @@ def grpo_summed(batch: Batch, **settings: Any) -> Outputs:
     return outputs | {"loss": factor * outputs["loss"], "gradient": factor * outputs["gradient"]}
 
 
-def dpo(batch: Batch, beta: float, margin: float | None = None) -> Outputs:
+def dpo(batch: Batch, beta: float) -> Outputs:
     """TRL's own loss with the given log-probabilities of pairs; a row is a rollout with all its calls."""
     rollouts: dict[int, list[int]] = {}
     for place, row in enumerate(batch.transitions):
@@ -110,11 +110,8 @@ def dpo(batch: Batch, beta: float, margin: float | None = None) -> Outputs:
         groups.setdefault(row.group, []).append(row.rollout)
     pairs: list[tuple[int, int]] = []
     for members in groups.values():
-        if margin is None:
-            best, worst = max(members, key=score.__getitem__), min(members, key=score.__getitem__)
-            pairs += [(best, worst)] if score[best] > score[worst] else []
-        else:
-            pairs += [(a, b) for a in set(members) for b in set(members) if score[a] > score[b] + margin]
+        best, worst = max(members, key=score.__getitem__), min(members, key=score.__getitem__)
+        pairs += [(best, worst)] if score[best] > score[worst] else []
 
     current_R = batch.flat("current").requires_grad_()
     mask_R, reference_R = batch.flat("mask"), batch.flat("reference")

@@ -17,14 +17,11 @@ from agl_core.client.agent import AgentContext
 
 async def solve(task_input: Any, context: AgentContext) -> Any:
     """Its calls, then the answer."""
-    fails = task_input.get("fails")
-    if fails == "first-attempt" and context.attempt == 0:
+    if task_input.get("fails") == "first-attempt" and context.attempt == 0:
         raise ConnectionError("the tool's server is not up yet")
     agents = task_input.get("agents", ["solver"])
     for number in range(task_input.get("calls", 1)):
         await _ask(context.base_url, context.api_key, agents[number % len(agents)])
-    if fails == "first-member" and context.rollout.endswith("-m0"):
-        raise ValueError("told to fail")
     await asyncio.sleep(task_input.get("wait", 0))
     return task_input["answer"]
 

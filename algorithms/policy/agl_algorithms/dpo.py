@@ -18,7 +18,6 @@ token gets its pairs' derivatives as its advantage, with P pairs and the weight 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ class Dpo(Algorithm):
     needs_scores = True
 
     def __init__(self, options: DpoOptions) -> None:
-        self.beta, self.margin = options.beta, options.margin
+        self.beta = options.beta
         self.epochs = self.minibatches = 1  # After a first step, the derivatives of the pairs would be others.
 
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
@@ -45,7 +44,7 @@ class Dpo(Algorithm):
 
     def weights(self, samples: Samples) -> Tensor:
         """[R] 1 / pairs at the unmasked tokens of rollouts that are in one, else 0."""
-        better_P, worse_P = preference_pairs(samples, self.margin)
+        better_P, worse_P = preference_pairs(samples)
         paired_N = torch.isin(samples.rollout_N, torch.cat([better_P, worse_P]))
         return samples.at_tokens(paired_N / max(1, len(better_P)))
 
@@ -58,7 +57,7 @@ class Dpo(Algorithm):
         Δ), and pairs, their number.
         """
         assert logprobs.reference_R is not None, "needs_reference asks for it"
-        better_P, worse_P = preference_pairs(samples, self.margin)
+        better_P, worse_P = preference_pairs(samples)
         rollouts = int(samples.rollout_N.max()) + 1
         ratio_R = (logprobs.old_R - logprobs.reference_R).masked_fill(~samples.mask_R, 0.0)
         ratio_I = segment_sum(samples.sums(ratio_R), samples.rollout_N, rollouts)
@@ -79,17 +78,17 @@ class Dpo(Algorithm):
         return weighted(-advantages_R * logprobs.current_R, {}, weights_R)
 
 
-def preference_pairs(samples: Samples, margin: float | None) -> tuple[Tensor, Tensor]:
+def preference_pairs(samples: Samples) -> tuple[Tensor, Tensor]:
     """[P] the better and [P] the worse rollout of each pair, int64, by their numbers in `rollout_N`.
 
-    Pairs are every two rollouts of a group whose returns differ by more than `margin`, and by more than rounding;
-    without a margin, the best and the worst. A rollout without an unmasked token is in no pair.
+    A pair is the best and the worst rollout of a group, if their returns differ by more than rounding. A rollout
+    without an unmasked token is in no pair.
     """
     pairs = []
     for returns in ranked_returns(samples):
         ranked = list(returns)
-        least = max(margin or 0.0, rounding(max(map(abs, returns.values()))))
-        candidates = [(ranked[0], ranked[-1])] if margin is None else combinations(ranked, 2)
-        pairs += [(better, worse) for better, worse in candidates if returns[better] - returns[worse] > least]
+        better, worse = ranked[0], ranked[-1]
+        if returns[better] - returns[worse] > rounding(max(map(abs, returns.values()))):
+            pairs.append((better, worse))
     better_P, worse_P = torch.tensor(pairs, dtype=torch.int64, device=samples.rollout_N.device).reshape(-1, 2).T
     return better_P, worse_P

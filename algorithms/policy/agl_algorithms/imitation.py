@@ -7,12 +7,11 @@ and no log-probabilities under the model that wrote the replies.
 
 - SFT: A = 1. The loss is the negative log-likelihood of the responses' tokens; credited values are not read.
 - RFT: with v_i the mean credited value of rollout i, which is its return if credit is the same for all its
-  transitions, and v_it that of its transition t:
+  transitions:
 
   - `threshold`: A = 1 if v_i ≥ `threshold`, otherwise 0 (ReST, arXiv 2308.08998, section 3; expert iteration);
   - `top_k`: A = 1 for the k rollouts of each group with the largest v_i, of equal ones the first (RAFT, arXiv
-    2304.06767, algorithm 1, with k = 1);
-  - `weights = "advantage"`: A = max(0, v_it − μ) with the group's mean μ, as in GRPO.
+    2304.06767, algorithm 1, with k = 1).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from agl_algorithms.grpo import group_statistics
 from agl_algorithms.plugin import RftOptions
 from agl_algorithms.policy_gradient import Algorithm, Logprobs, Samples, ranked_returns, token_weights, weighted
 from agl_core.types import rounding
@@ -60,9 +58,7 @@ class Rft(Sft):
         return token_weights(replace(samples, mask_R=samples.mask_R & imitated_R), self.options.aggregation)
 
     def _advantages(self, samples: Samples) -> Tensor:
-        """[N] float64, never negative."""
-        if self.options.weights == "advantage":
-            return group_statistics(samples).deviation_N.clamp(min=0)
+        """[N] float64, 0 or 1."""
         threshold = self.options.threshold
         least = -math.inf if threshold is None else threshold - rounding(abs(threshold))
         best = [

@@ -208,9 +208,6 @@ class DpoOptions(Settings):
 
     beta: float = Field(0.1, gt=0, le=100)
     """How strongly the policy is held to the initial weights: a larger one, the more."""
-    margin: float | None = Field(None, ge=0)
-    """Every two rollouts of a group are a pair whose returns differ by more than this; absent: of each group only the
-    best and the worst."""
 
     def needs(self) -> frozenset[Capability]:
         return super().needs() | {Capability.GROUPS, Capability.REFERENCE, Capability.RESCORE}
@@ -229,29 +226,22 @@ class SftOptions(AlgorithmOptions):
 class RftOptions(AlgorithmOptions):
     """The best of the policy's own rollouts are made more likely (arXiv 2304.06767, 2308.08998).
 
-    Exactly one of `threshold`, `top_k` and `weights` says which rollouts are imitated.
+    Exactly one of `threshold` and `top_k` says which rollouts are imitated.
     """
 
     threshold: float | None = None
     """Imitate the rollouts with at least this return."""
     top_k: int | None = Field(None, ge=1)
     """Imitate so many rollouts of each group, those of highest return."""
-    weights: Literal["advantage"] | None = None
-    """'advantage': imitate each transition in proportion to what its return is above the group's mean; those below are
-    left out."""
 
     def needs(self) -> frozenset[Capability]:
         return super().needs() | ({Capability.GROUPS} if self.threshold is None else set())
 
     @model_validator(mode="after")
     def _has_one_choice(self) -> Self:
-        choices = ("threshold", "top_k", "weights")
-        chosen = [name for name in choices if getattr(self, name) is not None]
-        if len(chosen) != 1:
-            given = f"has both {' and '.join(chosen)}" if chosen else "does not say which rollouts are good"
-            raise ValueError(
-                f"{given}; set one of threshold = RETURN, top_k = ROLLOUTS OF EACH GROUP and weights = 'advantage'"
-            )
+        if (self.threshold is None) == (self.top_k is None):
+            given = "does not say which rollouts are good" if self.top_k is None else "has both threshold and top_k"
+            raise ValueError(f"{given}; set either threshold = RETURN or top_k = ROLLOUTS OF EACH GROUP")
         return self
 
 

@@ -44,7 +44,6 @@ EVERY_KIND: list[Algorithm] = [
     Sft(SftOptions()),
     Rft(RftOptions(threshold=0.25, aggregation="token-mean")),
     Rft(RftOptions(top_k=2)),
-    Rft(RftOptions(weights="advantage", aggregation="sequence-mean")),
 ]
 BUILT: dict[str, Callable[..., Algorithm]] = {
     "grpo": lambda **options: Grpo(GrpoOptions(**options)),
@@ -89,7 +88,6 @@ IMITATION: dict[str, list[Change]] = {
         (BEST, {"top_k": 2}),
         (BEST, {"aggregation": "token-mean"}),
         ({"threshold": 0.9}, {"threshold": 0.2}),
-        (BEST, {"top_k": None, "weights": "advantage"}),
     ],
 }
 

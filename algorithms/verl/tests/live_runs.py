@@ -89,7 +89,7 @@ def test_a_policy_imitates_the_best_of_its_own_rollouts(tmp_path: Path) -> None:
 
 def test_a_policy_learns_from_pairs(tmp_path: Path) -> None:
     """Its advantages are made of log-probabilities of both models, which are the same before the first step."""
-    settings = {"algorithm.name": "dpo", "algorithm.dpo.margin": 0.0, "train.steps": 2, "seed": 1}
+    settings = {"algorithm.name": "dpo", "train.steps": 2, "seed": 1}
     settings |= {"train.groups_per_step": 8, "train.group_size": 8}
     done = subprocess.run(command(tmp_path, **settings), capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

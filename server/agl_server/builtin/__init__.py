@@ -26,4 +26,4 @@ def register_components(register: Register) -> None:
     register(kinds.TASK_SOURCE, "recorded", tasks.RecordedRuns, options=runs, needs=recorded_needs, provides=replies)
     wandb, mlflow = "Weights & Biases: pip install 'agl-server[wandb]'.", "MLflow: pip install 'agl-server[mlflow]'."
     register(kinds.TRACKER, "wandb", trackers.WandbTracker, doc=wandb)
-    register(kinds.TRACKER, "mlflow", trackers.MlflowTracker, options=trackers.MlflowOptions, doc=mlflow)
+    register(kinds.TRACKER, "mlflow", trackers.MlflowTracker, doc=mlflow)

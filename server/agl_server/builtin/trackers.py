@@ -19,7 +19,6 @@ from typing import Any
 
 from agl_core import private
 from agl_core.config.load import CONFIG_FILE
-from agl_core.config.sections import Section
 from agl_core.errors import PluginError
 from agl_core.kinds import NoOptions
 from agl_core.types import Json
@@ -36,7 +35,7 @@ class LazyTracker(ABC):
     module: str
     """The tracker's package, which is also the name of its extra."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, options: NoOptions, run_dir: Path) -> None:
         """PluginError with the remedy if the package is missing."""
         if importlib.util.find_spec(self.module) is None:
             raise PluginError(
@@ -62,22 +61,14 @@ class LazyTracker(ABC):
         """Begin the tracker's run, or go on with that of this id; with its id."""
 
 
-class MlflowOptions(Section):
-    """The tracking server of a run. Experiment, user and token are MLflow's own: MLFLOW_EXPERIMENT_NAME, …"""
-
-    uri: str | None = None
-    """The tracking server (http://HOST:PORT) or file (sqlite:////PATH); absent: as MLFLOW_TRACKING_URI says, else
-    mlflow.db in the run's folder."""
-
-
 class MlflowTracker(LazyTracker):
     """Opened, it is MLflow's client, which cuts what is too long or too much for one request, and the run's id."""
 
     module = "mlflow"
 
-    def __init__(self, options: MlflowOptions, run_dir: Path) -> None:
-        super().__init__(run_dir)
-        self._uri = options.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    def __init__(self, options: NoOptions, run_dir: Path) -> None:
+        super().__init__(options, run_dir)
+        self._uri = os.environ.get("MLFLOW_TRACKING_URI")
 
     def _open(self, id: str | None, config: Mapping[str, Any]) -> tuple[tuple[Any, str], str]:
         from mlflow import MlflowClient
@@ -143,9 +134,6 @@ class WandbTracker(LazyTracker):
     """Opened, it is W&B's run. Project, key, server and mode are W&B's own: WANDB_PROJECT, WANDB_API_KEY, …"""
 
     module = "wandb"
-
-    def __init__(self, options: NoOptions, run_dir: Path) -> None:
-        super().__init__(run_dir)
 
     def _open(self, id: str | None, config: Mapping[str, Any]) -> tuple[Any, str]:
         import wandb

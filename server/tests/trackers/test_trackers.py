@@ -15,7 +15,7 @@ import tomli_w
 from agl_core.errors import PluginError
 from agl_core.kinds import NoOptions
 from agl_core.testing import episodes as make
-from agl_server.builtin.trackers import MlflowOptions, MlflowTracker, WandbTracker
+from agl_server.builtin.trackers import MlflowTracker, WandbTracker
 from agl_server.training.metrics import MetricsLog
 
 pytest.importorskip("wandb", reason="their packages are large: make trackers installs them and runs this")
@@ -66,8 +66,8 @@ def check_mlflow(uri: str, run_id: str, steps: list[int], downloaded: Path) -> N
 
 
 def test_mlflow_in_a_file_and_a_resumed_run_goes_on(run_dir: Path, tmp_path: Path) -> None:
-    log_two_steps(run_dir, {"mlflow": MlflowTracker(MlflowOptions(), run_dir)})
-    log_two_steps(run_dir, {"mlflow": MlflowTracker(MlflowOptions(), run_dir)}, first=3)
+    log_two_steps(run_dir, {"mlflow": MlflowTracker(NoOptions(), run_dir)})
+    log_two_steps(run_dir, {"mlflow": MlflowTracker(NoOptions(), run_dir)}, first=3)
     (tmp_path / "got").mkdir()
     run_id = (run_dir / "mlflow-run").read_text()
     check_mlflow(f"sqlite:///{run_dir / 'mlflow.db'}", run_id, [1, 2, 3, 4], tmp_path / "got")
@@ -91,12 +91,10 @@ def test_without_key_or_network_it_is_reported_once_and_training_goes_on(
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("WANDB_MODE", "online")
-    tracker = (
-        WandbTracker(NoOptions(), run_dir)
-        if which == "wandb"
-        else MlflowTracker(MlflowOptions(uri="http://127.0.0.1:9"), run_dir)
-    )
-    other = MlflowTracker(MlflowOptions(), run_dir)
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+        tracker = (WandbTracker if which == "wandb" else MlflowTracker)(NoOptions(), run_dir)
+    other = MlflowTracker(NoOptions(), run_dir)
     with caplog.at_level(logging.WARNING, logger="agl_server"):
         log_two_steps(run_dir, {which: tracker, "other": other})
     warnings = [record.getMessage() for record in caplog.records if record.name.startswith("agl_server")]
