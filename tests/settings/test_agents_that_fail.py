@@ -104,7 +104,12 @@ async def solve(task, context):
 @pytest.mark.parametrize(
     ("end", "rewards", "status", "reason"),
     [
-        ("raise KeyError('Ghent')", {"exact_match": {}}, 1, "no rollout finished; all 8 ended as crashed."),
+        (
+            "if '-look-' not in context.rollout: raise KeyError('Ghent')",
+            {"exact_match": {}},
+            1,
+            "no rollout finished; all 8 ended as crashed.",
+        ),
         ("return 'ten'", {"exact_match": {}}, 0, "no group had contrast: every advantage was 0."),
         (
             "return 10",

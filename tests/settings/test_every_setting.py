@@ -270,8 +270,8 @@ EFFECTS: Mapping[str, Effect] = {
     "train.groups_per_step": Effect(GROUPS, {"train.groups_per_step": 1}),
     "train.group_size": Effect(GROUPS, {"train.group_size": 3}),
     "train.refill": Effect(ran(lambda run: run.metrics[1]["groups/replaced"]), {"train.refill": 1}),
-    "train.truncated": Effect(KEPT, {"train.truncated": "drop"}, {"sampling.max_tokens": 1}),
-    "train.agents": Effect(KEPT, {"train.agents": ["planner"]}),
+    "train.truncated": Effect(KEPT, {"train.truncated": "drop"}, {"sampling.max_tokens": 1, "train.steps": 1}),
+    "train.agents": Effect(KEPT, {"train.agents": ["planner"]}, {"train.steps": 1}),
     "train.checkpoint_every": Effect(CHECKPOINTS, {"train.checkpoint_every": 1}),
     "train.keep_checkpoints": Effect(CHECKPOINTS, {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),
     "train.deterministic": Effect(
@@ -293,7 +293,7 @@ EFFECTS: Mapping[str, Effect] = {
     ),
     "workers.memory_mib": Effect(ENDINGS, {"workers.memory_mib": 1024}, agent("solve_big")),
     "workers.timeout": Effect(ENDINGS, {"workers.timeout": 0.2}, {**tasks("slow"), "train.steps": 1}),
-    "workers.attempts": Effect(ENDINGS, {"workers.attempts": 2}, tasks("restarting")),
+    "workers.attempts": Effect(ENDINGS, {"workers.attempts": 2}, {**tasks("restarting"), "train.steps": 1}),
 }  # fmt: skip
 """How changing a setting is seen in a run that has what is given."""
 
