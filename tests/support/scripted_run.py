@@ -65,14 +65,19 @@ class Lines(Observer):
         self.lines.append(text)
 
 
-def scripted_config(config: RunConfig, plugins: Plugins | None = None) -> Any:
-    """A loaded configuration with one policy, whose credit rule is `identical`."""
+def scripted_config(config: RunConfig, plugins: Plugins | None = None, *, compares: bool = True) -> Any:
+    """A loaded configuration with one policy, whose credit rule is `identical`; its groups are compared or not."""
     returns = frozenset({CreditKind.RETURN})
     credit = ChosenComponent(Component("", kinds.CREDIT, "scripted", lambda _: identical, yields=returns), NoOptions())
     algorithm = ChosenComponent(Component("", kinds.ALGORITHM, "scripted", lambda _: None), NoOptions())
     policies = {"default": PolicyPlan(algorithm, credit)}
     return SimpleNamespace(
-        config=config, policies=policies, plugins=plugins or Plugins(), imitates=False, compares=True, is_rewarded=True
+        config=config,
+        policies=policies,
+        plugins=plugins or Plugins(),
+        imitates=False,
+        compares=compares,
+        is_rewarded=True,
     )
 
 

@@ -239,7 +239,7 @@ class World:
         )
         log: Any = SimpleNamespace(write=lambda *_: None, keep=lambda *_: None)
         return _Killable(
-            *(scripted_config(config), session, checkpoints, log, Observer()),
+            *(scripted_config(config, compares=False), session, checkpoints, log, Observer()),
             state=state,
             section=section,
             deployed=cast(Any, self),
