@@ -75,6 +75,11 @@ class Way:
     settings: tuple[tuple[str, Any], ...] = ()
     kind: CreditKind = CreditKind.RETURN
 
+    @property
+    def sound(self) -> set[str]:
+        """What becomes of sound transitions; DPO trains on the best and the worst rollout of a group alone."""
+        return {"", "no_advantage"} if self.algorithm == "dpo" else {""}
+
 
 WAYS = (
     Way("grpo", "identical", (("beta", 0.04),)),  # With a KL term groups without contrast are trained on too.

@@ -74,7 +74,7 @@ async def test_sound_data_are_trained_on_to_the_last(line: Line, data: Data, tmp
     fates = line.learn(way, await judged(data, tmp_path))
 
     assert len(fates) == 12
-    assert set(fates.values()) == {""}
+    assert set(fates.values()) == way.sound
 
 
 @pytest.mark.parametrize(("kind", "field", "value", "fate"), [*cases()])
@@ -127,7 +127,7 @@ async def test_a_rule_that_gives_a_call_such_a_reward(
         fates = line.learn(way, groups)
         if dropped:
             assert {r for key, r in fates.items() if key.rollout == "r0"} == {"non_finite"}
-            assert {r for key, r in fates.items() if key.rollout != "r0"} == {""}
+            assert {r for key, r in fates.items() if key.rollout != "r0"} <= way.sound
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
