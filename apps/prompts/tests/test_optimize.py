@@ -233,7 +233,7 @@ def begun(world: World, requests: int) -> subprocess.Popen[str]:
 
 def test_a_killed_search_goes_on_without_repeating_a_rollout(world: World, agl: Agl) -> None:
     world.write(optimize={"budget": 40})
-    with begun(world, 30) as process:
+    with begun(world, 16) as process:
         process.kill()
     before, asked = {r.id for r in world.rollouts()}, len(world.proposer.received)
     assert before
@@ -254,7 +254,7 @@ def test_a_killed_search_goes_on_without_repeating_a_rollout(world: World, agl: 
 
 def test_ctrl_c_keeps_what_was_found(world: World, agl: Agl) -> None:
     world.write()
-    with begun(world, 40) as process:
+    with begun(world, 16) as process:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
 
