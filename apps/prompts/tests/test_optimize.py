@@ -254,7 +254,7 @@ def test_a_killed_search_goes_on_without_repeating_a_rollout(world: World, agl: 
 
 def test_ctrl_c_keeps_what_was_found(world: World, agl: Agl) -> None:
     world.write()
-    with begun(world, 16) as process:
+    with begun(world, 40) as process:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
 
