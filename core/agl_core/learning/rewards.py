@@ -81,14 +81,14 @@ async def score(
     """The episode with its rewards: the terminal reward is Σ weight · value over the rules that returned a value.
 
     `endings` maps the rollout's ending to "score" (the rules score it), a number (its fixed terminal reward) or "drop".
-    An episode dropped for its ending is returned as it is. A rule that raises, gives a value that is not
+    An episode dropped for its ending or a stall is returned as it is. A rule that raises, gives a value that is not
     finite in single precision, or rewards a call that the episode does not have, drops the episode. A rule of weight 0
     only observes and drops nothing. An isolated rule that exceeds a limit, or whose process ends, gives 0: otherwise a
     text could choose to be dropped. All these exceptions are returned, with a note naming rule and rollout.
 
     A rollout that was opened from outside is dropped if no rule with a weight has a value.
     """
-    if episode.dropped is DropReason.ENDING:
+    if episode.dropped in (DropReason.ENDING, DropReason.STALLED):
         return episode, []
     treatment = endings.get(episode.ending, "score")
     if treatment == "drop":

@@ -155,6 +155,8 @@ class DropReason(StrEnum):
     """The model server broke the response off: its end is not the policy's doing."""
     UNDELIVERED = "undelivered"
     """The client hung up before the reply came, or left the stream."""
+    STALLED = "stalled"
+    """It timed out or crashed because the machine kept it waiting (alarm `stall`)."""
     TRUNCATED = "truncated"
     """The token limit cut a response of it off (`train.truncated`)."""
     STALE = "stale"

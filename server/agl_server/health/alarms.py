@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from agl_core.kinds import Capability
 from agl_core.learning.tool_results import tool_calls_of
 from agl_core.learning.transitions import message_text
 from agl_core.store import Store
-from agl_core.types import AlarmName, AttemptKey, Ending, Episode
+from agl_core.types import AlarmName, AttemptKey, Ending, Episode, Rollout
 from agl_core.wire import Activity, RunningAttempt
 from agl_server.health.table import ALARMS, REMEDIES, SHORTEST_STALL, Alarm, Numbers
 
@@ -30,9 +31,13 @@ _MAX_REPLY = 500
 """Characters of the reply that an alarm shows."""
 _MAX_NAMED = 3
 """The most rollouts, or tools, that a sentence names."""
+_MAX_STANDSTILLS = 100
 _ENGINE_REMEDY = (
     "See the engine's log in the run's folder, and whether its process was stopped, swaps, or waits for a device. "
     "If it stays so, stop the run (Ctrl-C) and resume it."
+)
+_PROCESS_REMEDY = (
+    "See whether it was stopped, the machine was suspended or swaps, or a reward rule or plugin blocks it."
 )
 
 
@@ -140,7 +145,11 @@ async def alarm_of_failures(store: Store, episodes: Sequence[Episode], *, common
 
 @dataclass
 class StallWatch:
-    """Raises the alarm when what is waited for takes too long, and says it at once; StoreError if that is the store."""
+    """Raises the alarm when what is waited for takes too long, and says it at once; StoreError if that is the store.
+
+    It remembers when the machine stood still: the engine left a call unanswered for as long as an alarm takes, or this
+    process, which is the gateway too, got no time. Rollouts that failed by that are not at fault.
+    """
 
     setting: float | Literal[False] | None = False
     """The run's own number of seconds; None: as many as follow from the run; False: no alarm."""
@@ -151,6 +160,8 @@ class StallWatch:
     _alarms: list[Alarm] = field(default_factory=list, init=False)
     _longest: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds of the longest wait so far: for a rollout (""), and for what the engine does."""
+    _standstills: list[tuple[float, float]] = field(default_factory=list, init=False)
+    """From and to, in seconds since 1970."""
 
     def take(self) -> list[Alarm]:
         """The alarms that were raised since this was last asked."""
@@ -168,18 +179,51 @@ class StallWatch:
                 await asyncio.wait({task}, timeout=None if self.setting is False else limit)
                 if not task.done():
                     seen, remedy = f"the trainer waits for the engine, {engine_does}", _ENGINE_REMEDY
+                    waited = time.monotonic() - started
                     if self.activity is not None and self.store is not None and not engine_does:
                         if self.store.failure not in (None, failed_before):  # Workers wait for the store.
                             raise self.store.failure
-                        seen, remedy = await who_waits(self.activity(), self.store)
-                    seen = f"nothing has finished for {time.monotonic() - started:.0f} s: {seen}"
-                    self._alarms.append(Alarm.of(AlarmName.STALL, seen, remedy=remedy))
-                    self.say(self._alarms[-1].text)
+                        activity = self.activity()
+                        seen, remedy = await who_waits(activity, self.store)
+                        unanswered = max((attempt.asking or 0.0 for attempt in activity.attempts), default=0.0)
+                        if unanswered >= limit or not activity.serving:
+                            self._standstills.append((time.time() - waited, math.inf))
+                    self._raise(f"nothing has finished for {waited:.0f} s: {seen}", remedy)
                     limit *= 2
             return task.result()
         finally:
             task.cancel()
             self._longest[engine_does] = max(self._longest.get(engine_does, 0.0), time.monotonic() - started)
+
+    def _raise(self, seen: str, remedy: str) -> None:
+        self._alarms.append(Alarm.of(AlarmName.STALL, seen, remedy=remedy))
+        self.say(self._alarms[-1].text)
+
+    def slept(self, seconds: float) -> None:
+        """This process, which looks around all the time, did nothing for so long: it was stopped, or blocked."""
+        if self.setting is not False and seconds >= (self.setting or SHORTEST_STALL):
+            self._standstills.append((time.time() - seconds, time.time()))
+            self._raise(f"this process got no time for {seconds:.0f} s, and every agent waited for it", _PROCESS_REMEDY)
+
+    async def kept_waiting(self, rollouts: Sequence[Rollout]) -> set[str]:
+        """The ids of rollouts that timed out or crashed while the machine stood still."""
+        hurt = {r.id: r.counted_attempt for r in rollouts if r.ending in (Ending.TIMED_OUT, Ending.CRASHED)}
+        attempts = await self.store.attempts(*hurt) if hurt and self._standstills and self.store is not None else []
+        kept = {
+            attempt.rollout
+            for attempt in attempts
+            if attempt.attempt == hurt[attempt.rollout]
+            if any(attempt.started <= end and begin <= (attempt.ended or math.inf) for begin, end in self._standstills)
+        }
+        if kept:
+            self.say(
+                f"{len(kept)} rollouts that did not finish are dropped: the machine kept them waiting "
+                f"({', '.join(sorted(kept)[:_MAX_NAMED])})"
+            )
+        if any(rollout.ending is Ending.FINISHED for rollout in rollouts):  # The machine goes on.
+            now = time.time()
+            self._standstills = [(begin, min(end, now)) for begin, end in self._standstills[-_MAX_STANDSTILLS:]]
+        return kept
 
 
 async def who_waits(activity: Activity, store: Store) -> tuple[str, str]:

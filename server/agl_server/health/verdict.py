@@ -24,7 +24,7 @@ LOSS, PAIR_ACCURACY = "loss", "pair_accuracy"
 """Metrics of updates; `loss` is also the mode of an evaluation whose replies are recorded."""
 _REWARD, LOSSES = "/reward/mean", f"/{LOSS}"
 """The end of a key of an evaluation, after its set."""
-_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.NO_CONTRAST, DropReason.STALE})
+_PASSING = frozenset({DropReason.NO_ADVANTAGE, DropReason.NO_CONTRAST, DropReason.STALE, DropReason.STALLED})
 """Reasons that training itself causes and removes: rewards that are equal, for example, may differ later."""
 _MAX_PROB_GAP = 0.2
 """Mean difference of the probabilities of tokens where they were sampled and in training. Rounding explains far less:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -165,6 +166,8 @@ class Collector:
     async def scored(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
         """`judged` for rollouts that are done: their episodes are read from the store."""
         episodes = await recorded_episodes(self.store, rollouts, self.hook)
+        stalled = await self.stall.kept_waiting(rollouts)
+        episodes = [replace(e, dropped=DropReason.STALLED) if e.rollout in stalled else e for e in episodes]
         return await self.judged(rollouts, episodes)
 
     async def judged(self, rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> list[ScoredRollout]:
@@ -184,8 +187,11 @@ class Collector:
         """Wait for the queue, and see meanwhile whether the run is well."""
         answer = asyncio.ensure_future(self.queue.done(ids))
         try:
-            while not answer.done():
-                await asyncio.wait({answer}, timeout=HEALTH_INTERVAL)
+            is_answered = False
+            while not is_answered:
+                looked = time.monotonic()
+                is_answered = bool((await asyncio.wait({answer}, timeout=HEALTH_INTERVAL))[0])
+                self.stall.slept(time.monotonic() - looked - HEALTH_INTERVAL)
                 self.check_health()
             return answer.result()
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +20,10 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import GroupRewardRule, train_index
 from agl_core.testing import episodes as make
 from agl_core.types import (
+    AlarmName,
     Attempt,
     AttemptKey,
+    DropReason,
     Ending,
     Episode,
     Mode,
@@ -196,6 +199,56 @@ async def test_a_wait_for_workers_that_wait_for_the_store_ends_with_what_the_sto
     with pytest.raises(StoreError, match="the disk is full"):
         await waiting
     assert await StallWatch(0.05, lambda: idle, store).watched(asyncio.sleep(0.1, "of earlier")) == "of earlier"
+
+
+class BlockedQueue(ScriptedQueue):
+    """Its process, which is that of the gateway too, stands still while rollouts are awaited."""
+
+    async def done(self, ids: Collection[str]) -> list[Rollout]:
+        time.sleep(0.2)  # noqa: ASYNC251
+        return await super().done(ids)
+
+
+async def test_rollouts_that_a_standstill_of_the_gateway_cost_their_time_are_dropped_without_a_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agl_server.training.rollouts.HEALTH_INTERVAL", 0.01)
+    queue, store, lines = BlockedQueue(), MemoryStore(), list[str]()
+    now = time.time()
+    ends = {"held": (now, Ending.TIMED_OUT), "earlier": (now - 60, Ending.TIMED_OUT), "well": (now, Ending.FINISHED)}
+    planned = await recorded(store, *ends)
+    await store.put(*(Attempt(id, 0, "w", at - 1, at + 0.2, ending) for id, (at, ending) in ends.items()))
+    watch = StallWatch(0.05, None, store, lines.append)
+    collector = Collector(
+        store, queue, [ScoringRule("half", lambda episode: 0.5)], {}, Plugins().hook, lambda: None, watch
+    )  # type: ignore[arg-type]
+    await queue.enqueue(planned)
+    for id, (_, ending) in ends.items():
+        queue.finish(id, ending=ending)
+
+    outcomes = {done.rollout.id: done.episode for done in await collector.finished(set(ends))}
+
+    assert (outcomes["held"].dropped, outcomes["held"].rewards, outcomes["held"].terminal) == (
+        DropReason.STALLED,
+        (),
+        None,
+    )
+    assert [(outcomes[id].dropped, outcomes[id].terminal) for id in ("earlier", "well")] == [(None, 0.5)] * 2
+    assert [alarm.name for alarm in watch.take()] == [AlarmName.STALL]
+    assert "1 rollouts that did not finish are dropped: the machine kept them waiting (held)" in lines
+
+
+async def test_rollouts_that_time_out_while_no_engine_answers_are_kept_waiting() -> None:
+    store = MemoryStore()
+    silent = Activity(queued=0, running=1, waiting=0, finished=None, serving=False, attempts=[])
+    watch = StallWatch(0.05, lambda: silent, store, list[str]().append)
+    [planned] = await recorded(store, "r")
+    await store.put(Attempt("r", 0, "w", time.time(), time.time() + 1, Ending.TIMED_OUT))
+    rollout = replace(planned, counted_attempt=0, ending=Ending.TIMED_OUT)
+    assert await watch.kept_waiting([rollout]) == set()
+    await watch.watched(asyncio.sleep(0.1))
+    assert await watch.kept_waiting([rollout]) == {"r"}
+    assert await watch.kept_waiting([replace(rollout, ending=Ending.FINISHED)]) == set()
 
 
 async def test_a_collection_that_is_cut_off_cancels_what_is_still_out() -> None:
