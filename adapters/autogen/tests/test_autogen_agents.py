@@ -21,23 +21,16 @@ from autogen_core import AgentId, MessageContext, RoutedAgent, SingleThreadedAge
 from autogen_core.models import ModelInfo, UserMessage
 from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
 from autogen_core.tools import FunctionTool, StaticWorkbench, TextResultContent, ToolOverride, ToolResult, Workbench
-from autogen_ext.models.cache import ChatCompletionCache
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from autogen_ext.models.replay import ReplayChatCompletionClient
 
 from agl_autogen import plugin, record
 from agl_core.capture import current_attempt, current_identity
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Fail, Say
-from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Ending, ToolStatus
 from agl_server.testing import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
 
 MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
-
-
-def model_client(url: str, key: str = "key", **options: Any) -> OpenAIChatCompletionClient:
-    return OpenAIChatCompletionClient(model="m", base_url=url, api_key=key, model_info=MODEL, max_retries=0, **options)
 
 
 @pytest.fixture
@@ -54,7 +47,8 @@ async def trial(stack: Stack) -> LeasedAttempt:
 @pytest.fixture
 def clients(stack: Stack) -> Callable[..., OpenAIChatCompletionClient]:
     """Makes clients with the server's URL alone: which attempt calls, its headers must tell."""
-    return partial(model_client, stack.url(), PLACEHOLDER_KEY)
+    options = {"model": "m", "model_info": MODEL, "base_url": stack.url(), "api_key": PLACEHOLDER_KEY, "max_retries": 0}
+    return partial(OpenAIChatCompletionClient, **options)
 
 
 @pytest.fixture(params=["alone", "streaming in a team"])
@@ -73,11 +67,6 @@ def run(request: pytest.FixtureRequest, stack: Any, clients: Any, trial: Any) ->
         return episode.transitions[0].tool_results
 
     return run
-
-
-@pytest.fixture(name="model_client")
-def model_client_fixture() -> Callable[..., OpenAIChatCompletionClient]:
-    return model_client
 
 
 def add(a: int, b: int) -> int:
@@ -287,18 +276,10 @@ async def test_a_workbench_that_raises_is_recorded_and_still_raises(trial: Any) 
     ]
 
 
-SETTINGS = {"temperature": 0.5, "max_tokens": 200, "seed": 7}
-
-
-@pytest.fixture
-async def endpoint() -> AsyncIterator[ScriptedUpstream]:
-    async with ScriptedUpstream() as upstream:
-        yield upstream
-
-
-async def test_a_block_is_an_episode(endpoint: Any, model_client: Any) -> None:
+async def test_a_block_is_an_episode(stack: Any, clients: Any) -> None:
+    endpoint = stack.upstream
     endpoint.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
-    agent = AssistantAgent("solver", model_client(endpoint.url, **SETTINGS), tools=[add], reflect_on_tool_use=True)
+    agent = AssistantAgent("solver", clients(base_url=endpoint.url), tools=[add], reflect_on_tool_use=True)
     with record("1 + 2?") as recorded:
         recorded.result = (await agent.run(task="1 + 2?")).messages[-1].to_text()
         assert recorded.episode() is None
@@ -311,31 +292,16 @@ async def test_a_block_is_an_episode(endpoint: Any, model_client: Any) -> None:
     assert [(o.tool, o.result, str(o.status)) for o in first.tool_results] == [("add", "3", "ok")]
 
 
-async def test_an_agent_that_crashes(endpoint: Any, model_client: Any) -> None:
+async def test_an_agent_that_crashes(stack: Any, clients: Any) -> None:
+    endpoint = stack.upstream
     endpoint.script(Say("before"), Fail(400))
-    agent = AssistantAgent("solver", model_client(endpoint.url, **SETTINGS))
+    agent = AssistantAgent("solver", clients(base_url=endpoint.url))
     team = RoundRobinGroupChat([agent], max_turns=2)
     with pytest.raises(RuntimeError, match="400"), record() as recorded:
         await team.run(task="hello")
     assert recorded.episode().ending is Ending.CRASHED
     assert [t.response["content"] for t in recorded.transitions()] == ["before"]
     assert current_attempt() is None
-
-
-async def test_a_cached_reply_is_no_call(endpoint: Any, model_client: Any) -> None:
-    client = ChatCompletionCache(model_client(endpoint.url, **SETTINGS))
-    with record() as recorded:
-        for _ in range(2):
-            await client.create([UserMessage(content="hello", source="user")])
-    assert len(endpoint.received) == 1
-    (transition,) = recorded.transitions()
-    assert transition.has_ids
-
-
-async def test_a_client_that_sends_nothing_makes_no_call() -> None:
-    with record() as recorded:
-        await ReplayChatCompletionClient(["hi"]).create([UserMessage(content="hello", source="user")])
-    assert (recorded.episode().ending, recorded.transitions()) == (Ending.NO_CALL, [])
 
 
 async def test_in_a_rollout_the_gateway_records_and_nothing_is_kept(stack: Any, clients: Any, trial: Any) -> None:
