@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
@@ -40,6 +40,16 @@ class Agent:
     @property
     def prompt(self) -> str:
         return f"You are {self.name}."
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return self.answers.model_json_schema() if self.answers else {}
+
+    @property
+    def response_format(self) -> dict[str, Any]:
+        """The field of chat completions that asks for an answer by the schema, if there is one."""
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": self.schema}}
+        return {"response_format": form} if self.answers else {}
 
     def everyone(self) -> list[Agent]:
         return [self, *(agent for below in (*self.experts, *self.handoffs) for agent in below.everyone())]
@@ -109,6 +119,16 @@ class Scenario:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def asked(self) -> list[Agent]:
+        """The agents that are asked, each as often as it is."""
+        return [agent for agent in self.agents for _ in range(self.samples)]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The field of chat completions that asks for several responses, if they are several."""
+        return {"n": self.choices} if self.choices > 1 else {}
+
     def everyone(self) -> list[Agent]:
         return [member for agent in self.agents for member in agent.everyone()]
 
@@ -128,10 +148,6 @@ API_NAMES = {CHAT: "chat.completions", RESPONSES: "responses", MESSAGES: "messag
 
 ATTACH = "attach"
 """The form in which the agent's code has no line of agl: everything installed is attached, as agl's workers do."""
-
-
-class InexpressibleError(Exception):
-    """The framework, or this driver, has no way to play the scenario."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +208,8 @@ class Driver(ABC):
     """Plays scenarios with one framework. Everything a subclass declares shows in the matrix.
 
     `build` makes the scenario's agents as a user would; the program it returns is run once for each rollout, inside
-    it. Play only what the framework's real API does: a scenario that it cannot express raises InexpressibleError,
-    and is declared in `gaps` with the reason.
+    it. Play only what the framework's real API does. A scenario that it cannot express is declared in `gaps` with the
+    reason; NotImplementedError says so where another one would be played instead.
     """
 
     name: str

@@ -3,7 +3,7 @@ import json
 import openai
 
 import agl_core.capture
-from tests.conformance.driver import CHAT, Driver, Gap, InexpressibleError
+from tests.conformance.driver import CHAT, Driver, Gap
 from tests.conformance.scenarios import TOOLS
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -34,7 +34,7 @@ class TinyDriver(Driver):
     def build(self, scenario, setting):
         (agent, *others) = scenario.agents
         if others or set(agent.tools) - {"add", "multiply"} or not agent.tools:
-            raise InexpressibleError
+            raise NotImplementedError
         client = openai.AsyncOpenAI(base_url=setting.base_url, api_key=setting.api_key, max_retries=setting.retries)
         tools = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in agent.tools]
 

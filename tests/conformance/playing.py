@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -35,7 +35,7 @@ from agl_core.types import Call, Episode, Transition
 from agl_server.store.sqlite import SqliteStore
 from agl_server.testing import LeasedAttempt, Stack, running_stack
 
-from .driver import API_NAMES, Cell, Expected, Parallel, Program, Question, Reply, Scenario, Setting, Turn
+from .driver import API_NAMES, Cell, Expected, Program, Question, Reply, Scenario, Setting, Turn
 
 _MEET = 20.0
 """Seconds that requests which are to be there together wait for each other."""
@@ -94,45 +94,32 @@ class Play:
         return Fail(400)
 
 
-class LossyRelay:
-    """Stands before the gateway; of each scenario's `lost` requests, it hears the reply out and hangs up."""
+@contextlib.asynccontextmanager
+async def losing(target: str, lost: frozenset[int]) -> AsyncIterator[str]:
+    """The address of a relay to `target`: of these requests, counted without retries, it hears the reply and hangs up.
 
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self.url = ""
-        self._serves = contextlib.AsyncExitStack()
-        self._lost: frozenset[int] = frozenset()
-        self._count = 0
+    Without any it is the target itself.
+    """
+    if not lost:
+        yield target
+        return
+    numbers = itertools.count()
 
-    async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=64 << 20)
-        app.router.add_post("/{path:.*}", self._relay)
-        self._client = await self._serves.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
-        self.url = await self._serves.enter_async_context(served(app))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._serves.aclose()
-
-    def lose(self, lost: frozenset[int]) -> None:
-        """These requests from now on, counted without their retries."""
-        self._lost, self._count = lost, 0
-
-    async def _relay(self, request: web.Request) -> web.StreamResponse:
-        is_retry = request.headers.get(HEADER_RETRIES, "0") != "0"
-        number = self._count
-        self._count += not is_retry
+    async def relay(request: web.Request) -> web.StreamResponse:
+        is_lost = request.headers.get(HEADER_RETRIES, "0") == "0" and next(numbers) in lost
         headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
         body = await request.read()
-        async with self._client.post(f"{self._target}{request.path}", data=body, headers=headers) as reply:
-            kind = reply.headers.get("Content-Type")
-            response = web.Response(
-                body=await reply.read(), status=reply.status, headers={"Content-Type": kind} if kind else None
-            )
-        if number in self._lost and not is_retry:
-            assert request.transport is not None
+        async with client.post(f"{target}{request.path}", data=body, headers=headers) as reply:
+            kind = {"Content-Type": reply.headers.get("Content-Type", "")}
+            response = web.Response(body=await reply.read(), status=reply.status, headers=kind)
+        if is_lost and request.transport:
             request.transport.close()
         return response
+
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_post("/{path:.*}", relay)
+    async with aiohttp.ClientSession(auto_decompress=False) as client, served(app) as url:
+        yield url
 
 
 def tokens(reply: Reply, choice: int = 0) -> list[int]:
@@ -155,37 +142,28 @@ def differences(expected: Expected, episode: Episode) -> list[str]:
     if len({call[0].key.call for call in calls}) != len(calls):
         wrong.append("a call's transitions are apart, or two calls have one id")
     for block in expected:
-        size = 1 if isinstance(block, Turn) else sum(map(len, block.branches))
-        taken, calls = calls[:size], calls[size:]
-        wrong += _of_turn(block, taken) if isinstance(block, Turn) else _of_block(block, taken)
+        branches = [[block]] if isinstance(block, Turn) else [[*branch] for branch in block.branches]
+        turns_of_block = [turn for branch in branches for turn in branch]
+        taken, calls = calls[: len(turns_of_block)], calls[len(turns_of_block) :]
+        wrong += _of_branches(branches, taken)
+        # Which of several branches of one agent came first is open, and so is who has which number.
+        numbers = sorted((turn.agent, turn.number) for turn in turns_of_block)
+        given = sorted((str(call[0].agent), call[0].agent_turn) for call in taken)
+        wrong += [] if numbers == given else [f"agents and turns are {given}, not {numbers}"]
     return wrong + [f"one call too many: {_shown(call)}" for call in calls]
 
 
-def _of_turn(turn: Turn, calls: Sequence[Sequence[Transition]]) -> list[str]:
-    if not calls:
-        return [f"no call for {turn}"]
-    call = calls[0]
-    numbers = {t.agent_turn for t in call}
-    wrong = [] if numbers == {turn.number} else [f"turn {turn.number} of {turn.agent} is numbered {numbers}"]
-    return wrong + _of_call(turn, call)
-
-
-def _of_block(block: Parallel, calls: Sequence[Sequence[Transition]]) -> list[str]:
-    """Calls that may come in any order that keeps the order of each branch."""
-    ahead = [list(branch) for branch in block.branches]
+def _of_branches(branches: Sequence[list[Turn]], calls: Sequence[Sequence[Transition]]) -> list[str]:
+    """Calls may come in any order that keeps the order of each branch."""
     wrong = []
     for call in calls:
-        tried = [(branch, _of_call(branch[0], call)) for branch in ahead if branch]
+        tried = [(branch, _of_call(branch[0], call)) for branch in branches if branch]
         fitting = next((branch for branch, differs in tried if not differs), None)
         if fitting is None:
             wrong += [f"fits no branch: {_shown(call)}", *(text for _, differs in tried for text in differs)]
         else:
             fitting.pop(0)
-    wrong += [f"no call for {turn}" for branch in ahead for turn in branch]
-    # Which of several branches of one agent came first is open, and so is who has which number.
-    numbers = sorted((turn.agent, turn.number) for branch in block.branches for turn in branch)
-    given = sorted((str(call[0].agent), call[0].agent_turn) for call in calls)
-    return wrong + ([] if numbers == given else [f"agents and turns are {given}, not {numbers}"])
+    return wrong + [f"no call for {turn}" for branch in branches for turn in branch]
 
 
 def _of_call(turn: Turn, call: Sequence[Transition]) -> list[str]:
@@ -198,23 +176,19 @@ def _of_call(turn: Turn, call: Sequence[Transition]) -> list[str]:
     expect("the agent", [t.agent for t in call], [turn.agent] * turn.choices)
     expect("choices", [t.key.choice for t in call], list(range(turn.choices)))
     for choice, t in enumerate(call):
-        ids = tokens(turn.reply, choice)
+        ids, results = tokens(turn.reply, choice), t.tool_results
         prompt = "" if t.prompt_ids is None else bytes(t.prompt_ids.tolist()).decode()
         expect("the response's ids", _plain(t.response_ids), ids)
         expect("the log-probabilities", _plain(t.logprobs), _plain(np.array([logprob(i) for i in ids], np.float32)))
         expect("whose system prompt it is", f"You are {turn.agent}." in prompt, True)
-        if turn.forgot:
-            expect(f"{turn.forgot!r} in the prompt", turn.forgot in prompt, False)
-        expect("the tool results", [(o.tool, str(o.status)) for o in t.tool_results], list(turn.tool_results))
-        expect("the agent of a tool result", [o.agent for o in t.tool_results], [turn.agent] * len(turn.tool_results))
+        expect(f"{turn.forgot!r} in the prompt", bool(turn.forgot) and turn.forgot in prompt, False)
+        told = [(tool, status, turn.agent) for tool, status in turn.tool_results]
+        expect("the tool results", [(o.tool, str(o.status), o.agent) for o in results], told)
         if isinstance(turn.reply, CallTools):
             ids_asked = [tool_call["id"] for tool_call in t.response.get("tool_calls") or ()]
-            expect("the tool calls of the tool results", [o.tool_call_id for o in t.tool_results], ids_asked)
-            expect(
-                "the arguments",
-                [o.arguments for o in t.tool_results],
-                [dict(given) for _, given, *_ in turn.reply.calls],
-            )
+            expect("the tool calls of the tool results", [o.tool_call_id for o in results], ids_asked)
+            arguments = [dict(given) for _, given, *_ in turn.reply.calls]
+            expect("the arguments", [o.arguments for o in results], arguments)
     return wrong
 
 
@@ -239,10 +213,9 @@ class Performed:
 
 @dataclass
 class Bench:
-    """A server with its store and a scripted model, and the relay that loses replies."""
+    """A server with its store and a scripted model."""
 
     stack: Stack
-    relay: LossyRelay
 
     async def check(self, cell: Cell) -> None:
         """AssertionError if the cell does not pass; or if it does, and is declared a gap."""
@@ -265,15 +238,14 @@ class Bench:
         """The deviations from the script, and agl's records of each rollout."""
         scenario, play = cell.scenario, Play(cell.scenario)
         self.stack.upstream.answer = play
-        self.relay.lose(scenario.lost)
-        root = self.relay.url if scenario.lost else self.stack.server.base_url
-        setting = Setting(cell.api, cell.streaming, cell.form, root, PLACEHOLDER_KEY)
-        with _process_as_it_was(), cell.driver.attached(cell.form):
-            program = cell.driver.build(scenario, setting)
-            attempts = [await self.stack.attempt(base_url=root) for _ in range(scenario.rollouts)]
-            questions = zip(attempts, scenario.questions(), strict=True)
-            async with asyncio.timeout(_PATIENCE):
-                performed = await asyncio.gather(*(_roll_out(program, play, *question) for question in questions))
+        async with losing(self.stack.server.base_url, scenario.lost) as root:
+            setting = Setting(cell.api, cell.streaming, cell.form, root, PLACEHOLDER_KEY)
+            with _process_as_it_was(), cell.driver.attached(cell.form):
+                program = cell.driver.build(scenario, setting)
+                attempts = [await self.stack.attempt(base_url=root) for _ in range(scenario.rollouts)]
+                questions = zip(attempts, scenario.questions(), strict=True)
+                async with asyncio.timeout(_PATIENCE):
+                    performed = await asyncio.gather(*(_roll_out(program, play, *question) for question in questions))
         return play.faults, performed
 
     async def play_alone(self, cell: Cell) -> list[str]:
@@ -362,9 +334,8 @@ async def running_bench(folder: Path) -> AsyncIterator[Bench]:
     async with (
         SqliteStore(folder / "store.sqlite") as store,
         running_stack(store=store, sampling=sampling, timeout=60, attempts=1, hook=Plugins.load().hook) as stack,
-        LossyRelay(stack.server.base_url) as relay,
     ):
-        yield Bench(stack, relay)
+        yield Bench(stack)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,7 +233,7 @@ async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_can
     workplace: Any, tmp_path: Path
 ) -> None:
     server, file, runner, others = workplace.stack.server, tmp_path / "told", processes(workplace), children()
-    task = Task("t", {"does": "end_when_told", "file": str(file), "lingers": True})
+    task = Task("t", {"does": "end_when_told", "file": str(file)})
     await server.queue.enqueue([make.rollout("w0", task=task)])
     [lease] = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
     running = asyncio.create_task(runner.run(lease.assignment, server.base_url, Recording()))
@@ -285,59 +284,23 @@ async def test_workers_beside_the_trainer_are_processes_that_nothing_ends_for_go
     assert not any(map(is_alive, pids))
 
 
-@contextlib.contextmanager
-def worker_apart(workplace: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker in a process of its own, which is killed at last."""
+async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workplace: Any) -> None:
     server = workplace.stack.server
+    task = Task("t", {"does": "start_family", "file": str(pids), "then": "ignore SIGTERM"})
+    await server.queue.enqueue([make.rollout("w0", task=task)])
     command = ["worker", "--server", server.base_url, "--entry", "isolated_agents:solve", "--concurrency", "2"]
     environment = {**os.environ, WORKER_KEY: server.worker_key}
-    with subprocess.Popen([AGL, *command], cwd=HERE, env=environment, stderr=subprocess.DEVNULL) as worker:
-        try:
-            yield worker
-        finally:
-            worker.kill()
-
-
-async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workplace: Any) -> None:
-    task = Task("t", {"does": "start_family", "file": str(pids), "then": "ignore SIGTERM"})
-    await workplace.stack.server.queue.enqueue([make.rollout("w0", task=task)])
-    with worker_apart(workplace) as worker:
+    worker = await asyncio.create_subprocess_exec(
+        AGL, *command, cwd=HERE, env=environment, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
         await until(lambda: len(noted(pids)) == 3)
         family = psutil.Process(worker.pid).children(recursive=True)
+    finally:
+        worker.kill()
     _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=60)
     assert alive == []
     await until(lambda: not [pid for pid in noted(pids) if is_alive(pid)])
-
-
-@pytest.mark.timing
-@pytest.mark.parametrize("workplace", [{"lease": 3.0, "attempts": 3}], indirect=True)
-async def test_what_ended_while_the_worker_was_stopped_is_reported(workplace: Any, tmp_path: Path) -> None:
-    """The process of one agent lingers."""
-    queue, store = workplace.stack.server.queue, workplace.stack.store
-    files = {name: tmp_path / name for name in ("w0", "w1")}
-    for name, file in files.items():
-        task = Task("t", {"does": "end_when_told", "file": str(file), "lingers": name == "w1"})
-        await queue.enqueue([make.rollout(name, task=task)])
-
-    def all_say(text: str) -> bool:
-        return all(file.exists() and file.read_text() == text for file in files.values())
-
-    with worker_apart(workplace) as worker:
-        await until(lambda: all_say("running"))
-        worker.send_signal(signal.SIGSTOP)
-        for file in files.values():
-            file.write_text("end")
-        await until(lambda: all_say("ended"))
-        await until(lambda: not queue.running)
-        worker.send_signal(signal.SIGCONT)
-        done = [rollout for name in files for rollout in await queue.done([name])]
-    for rollout in done:
-        attempts = await store.attempts(rollout.id)
-        assert [(attempt.ending, attempt.result) for attempt in attempts] == [
-            (Ending.LOST, None),
-            (Ending.FINISHED, "in time"),
-        ]
-        assert rollout.counted_attempt == 1
 
 
 @pytest.mark.parametrize("moments", [0, 3])

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from agl_core.capture import Recording, current_attempt, record_tool_result, reward
+from agl_core.capture import Recording, record_tool_result, reward
 from agl_core.client import agent as agent_module
 from agl_core.client.agent import Agent, AgentContext, AttemptEnd, TaskPerAttempt, closing, crashed
 from agl_core.client.local import choose_runner
@@ -231,9 +231,6 @@ def test_only_async_agents_without_a_limit_of_memory_are_tasks(
 # An agent may leave behind more than a report can carry: its attempt ends all the same.
 
 
-PATIENT = pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
-
-
 def nested(depth: int) -> Any:
     value: Any = 1
     for level in range(depth):
@@ -255,7 +252,7 @@ def as_the_server_reads(request: CloseRequest) -> CloseRequest:
     return CloseRequest.model_validate_json(body)
 
 
-@PATIENT
+@pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
 async def test_a_result_that_is_too_large_or_too_deep_is_a_crash_that_names_the_limit(workplace: Any) -> None:
     async def agent(task_input: Any, context: AgentContext) -> Any:
         await ask(context)
@@ -280,31 +277,6 @@ async def test_a_result_that_is_too_large_or_too_deep_is_a_crash_that_names_the_
     assert "what is not JSON (Object of type object is not JSON serializable); return a string" in no_json.error
     assert half.result == {"a\ufffd": ["🌍", "\ufffd"]}
     assert most.result == nested(MAX_DEPTH)
-
-
-@PATIENT
-async def test_many_tool_results_are_all_recorded_the_large_ones_cut(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> Any:
-        await ask(context)
-        active = current_attempt()
-        assert active is not None
-        for number in range(200):
-            active.recording.tool_result(make.tool_result(f"o{number}", result=f"{number} " + "x" * 50_000))
-        record_tool_result("small", "read", "as it is", tool_call_id="c1")
-        reward(0.5)
-        return 9e47
-
-    worker = workplace.start(agent)
-    rollout, attempt = (await workplace.finish(worker, [0]))[0]
-    assert (rollout.ending, attempt.attempt, attempt.result) == (Ending.FINISHED, 0, 9e47)
-    *large, small = await workplace.stack.store.tool_results([attempt.key])
-    assert (small.result, small.tool_call_id) == ("as it is", "c1")
-    assert [result.id for result in large] == [f"o{number}" for number in range(200)]
-    assert all(result.result.startswith(f"{number} x") for number, result in enumerate(large))
-    assert all(result.result.endswith(" more characters)") for result in large)
-    rewards = await workplace.stack.store.rewards([attempt.key])
-    assert [reward.value for reward in rewards] == [0.5], "a number that is returned is a result"
-    assert any("the largest values were cut" in problem for problem in worker.problems)
 
 
 async def test_a_client_says_so_before_it_sends_what_the_server_would_not_read() -> None:
@@ -342,6 +314,18 @@ def test_whatever_an_tool_result_has_in_it_the_others_are_reported_with_it(hard:
     assert (request.ending, request.result) == (Ending.FINISHED, "done")
     assert [result.id for result in request.tool_results] == ["first", "a", "last"]
     assert [result.result for result in request.tool_results[::2]] == [1, {"b": 2}]
+
+
+def test_the_largest_of_many_tool_results_are_cut() -> None:
+    many = [make.tool_result(f"o{number}", result=f"{number} " + "x" * 50_000) for number in range(200)]
+    recording = recording_of(*many, make.tool_result("small", "c1", result="as it is"))
+    request = as_the_server_reads(closing(AttemptEnd(Ending.FINISHED), recording))
+    *large, small = request.tool_results
+    assert (small.id, small.result, small.tool_call_id) == ("small", "as it is", "c1")
+    assert [result.id for result in large] == [f"o{number}" for number in range(200)]
+    assert all(result.result.startswith(f"{number} x") for number, result in enumerate(large))
+    assert all(result.result.endswith(" more characters)") for result in large)
+    assert any("the largest values were cut" in problem for problem in recording.problems)
 
 
 def test_what_has_no_room_at_all_is_left_out_and_counted_as_a_problem() -> None:

@@ -13,7 +13,7 @@ from crewai.hooks import LLMCallHookContext, register_before_llm_call_hook, unre
 from crewai.tools import BaseTool
 from pydantic import BaseModel, PrivateAttr, create_model
 
-from ..driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
+from ..driver import Agent, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS
 from . import CrewAI
 
@@ -24,12 +24,12 @@ def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's LLMs, made once; the crews are made for each question."""
     everyone = scenario.everyone()
     if scenario.react or any(agent.handoffs for agent in everyone):
-        raise InexpressibleError
+        raise NotImplementedError
     models = {agent.name: _model(agent, scenario, setting) for agent in everyone}
     forgetful = {agent.name for agent in everyone if agent.keeps}
 
     async def run(question: Question) -> None:
-        crews = [_crew(agent, models, question.text) for agent in scenario.agents for _ in range(scenario.samples)]
+        crews = [_crew(agent, models, question.text) for agent in scenario.asked]
         with _forgetting(forgetful):
             await asyncio.gather(*(crew.kickoff_async() for crew in crews))
 
@@ -45,7 +45,7 @@ def _model(agent: Agent, scenario: Scenario, setting: Setting) -> LLM:
         max_retries=setting.retries,
         stream=setting.streaming,
         response_format=agent.answers,
-        additional_params={"n": scenario.choices} if scenario.choices > 1 else {},
+        additional_params=scenario.sampling,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import dspy
 
-from ..driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
+from ..driver import Agent, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
 from . import DSPy
 
@@ -18,7 +18,7 @@ DRIVER = DSPy
 def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's program, made once."""
     if any(agent.handoffs for agent in scenario.everyone()):
-        raise InexpressibleError
+        raise NotImplementedError
     lm = dspy.LM(
         "openai/default",
         api_base=setting.base_url,
@@ -26,7 +26,7 @@ def program(scenario: Scenario, setting: Setting) -> Program:
         num_retries=setting.retries,
         n=scenario.choices,
     )
-    teams = [_Team(agent) for agent in scenario.agents for _ in range(scenario.samples)]
+    teams = [_Team(agent) for agent in scenario.asked]
 
     async def run(question: Question) -> None:
         with dspy.context(lm=lm, adapter=_AsItIs()):
@@ -84,8 +84,7 @@ class _Team(dspy.Module):  # type: ignore[misc]
         conversation: list[dict[str, Any]] = []
         options: dict[str, Any] = {}
         if agent.answers:
-            schema = {"name": "answer", "schema": agent.answers.model_json_schema()}
-            options["config"] = {"response_format": {"type": "json_schema", "json_schema": schema}}
+            options["config"] = agent.response_format
         if self.tools:
             options["tools"] = list(self.tools.values())
         while True:

@@ -14,7 +14,7 @@ from google.genai import types
 from pydantic import BaseModel
 
 from .. import driver as scenarios
-from ..driver import InexpressibleError, Program, Question, Setting
+from ..driver import Program, Question, Setting
 from ..scenarios import TOOLS
 from . import GoogleADK
 
@@ -30,7 +30,7 @@ class Task(BaseModel):
 def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once; each question has sessions of its own."""
     if scenario.react:
-        raise InexpressibleError
+        raise NotImplementedError
     agents = [_agent(agent, scenario, setting) for agent in scenario.agents]
     runners = [InMemoryRunner(agent, app_name="app") for agent in agents] * scenario.samples
 
@@ -72,7 +72,7 @@ def _agent(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Settin
 
 
 def _model(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> LiteLlm:
-    options: dict[str, Any] = {"n": scenario.choices} if scenario.choices > 1 else {}
+    options: dict[str, Any] = {**scenario.sampling}
     if agent.answers:
         options["response_format"] = agent.answers
     return LiteLlm(

@@ -14,7 +14,7 @@ from haystack.hooks import hook
 from haystack.tools import Tool, create_tool_from_function
 from haystack.utils import Secret
 
-from ..driver import CHAT, RESPONSES, Agent, InexpressibleError, Program, Question, Scenario, Setting
+from ..driver import CHAT, RESPONSES, Agent, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS
 from . import Haystack
 
@@ -26,7 +26,7 @@ TASK = {"type": "object", "properties": {"task": {"type": "string"}}, "required"
 def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once."""
     if scenario.react or (scenario.choices > 1 and setting.api == RESPONSES):
-        raise InexpressibleError
+        raise NotImplementedError
     teams = [_Team(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
 
     async def run(question: Question) -> None:
@@ -79,7 +79,7 @@ def _generator(agent: Agent, setting: Setting, **options: Any) -> Any:
     async def seen(_: Any) -> None: ...
 
     if agent.answers:
-        schema = {**agent.answers.model_json_schema(), "additionalProperties": False}
+        schema = {**agent.schema, "additionalProperties": False}
         form = {"name": "answer", "schema": schema, "strict": True}
         if setting.api == CHAT:
             options["response_format"] = {"type": "json_schema", "json_schema": form}

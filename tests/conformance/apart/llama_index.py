@@ -10,7 +10,7 @@ from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import Context
 from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 
-from ..driver import CHAT, Agent, InexpressibleError, Program, Question, Scenario, Setting
+from ..driver import CHAT, Agent, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
 from . import LlamaIndex
 
@@ -20,7 +20,7 @@ DRIVER = LlamaIndex
 def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once."""
     if any(agent.answers for agent in scenario.agents):
-        raise InexpressibleError
+        raise NotImplementedError
     teams = [_asked(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
 
     async def run(question: Question) -> None:
@@ -64,7 +64,7 @@ def _model(scenario: Scenario, setting: Setting) -> Any:
         api_key=setting.api_key,
         max_retries=setting.retries,
         is_function_calling_model=True,
-        additional_kwargs={"n": scenario.choices} if scenario.choices > 1 else {},
+        additional_kwargs=scenario.sampling,
         **only_chat,
     )
 

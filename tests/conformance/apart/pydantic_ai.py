@@ -12,7 +12,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from .. import driver as scenarios
-from ..driver import CHAT, InexpressibleError, Program, Question, Setting
+from ..driver import CHAT, Program, Question, Setting
 from ..scenarios import TOOLS
 from . import PydanticAI
 
@@ -22,8 +22,8 @@ DRIVER = PydanticAI
 def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
     """The scenario's agents, made once."""
     if scenario.react:
-        raise InexpressibleError
-    agents = [_agent(agent, scenario, setting) for agent in scenario.agents for _ in range(scenario.samples)]
+        raise NotImplementedError
+    agents = [_agent(agent, scenario, setting) for agent in scenario.asked]
 
     async def run(question: Question) -> None:
         await asyncio.gather(*(_run(agent, question.text, setting) for agent in agents))
@@ -62,8 +62,7 @@ def _agent(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Settin
 def _model(scenario: scenarios.Scenario, setting: Setting) -> Any:
     client = openai.AsyncOpenAI(base_url=setting.base_url, api_key=setting.api_key, max_retries=setting.retries)
     kind = OpenAIChatModel if setting.api == CHAT else OpenAIResponsesModel
-    settings: Any = {"extra_body": {"n": scenario.choices}} if scenario.choices > 1 else None
-    return kind("default", provider=OpenAIProvider(openai_client=client), settings=settings)
+    return kind("default", provider=OpenAIProvider(openai_client=client), settings={"extra_body": scenario.sampling})
 
 
 def _failing_softly(tool: Callable[..., Any]) -> Callable[..., Any]:

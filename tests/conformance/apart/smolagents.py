@@ -10,7 +10,7 @@ from typing import Any
 from smolagents import LogLevel, OpenAIServerModel, Tool, ToolCallingAgent
 from smolagents.models import ChatMessage
 
-from ..driver import Agent, InexpressibleError, Program, Question, Scenario, Setting
+from ..driver import Agent, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
 from . import Smolagents
 
@@ -20,11 +20,11 @@ DRIVER = Smolagents
 def program(scenario: Scenario, setting: Setting) -> Program:
     """The scenario's models, made once; the agents are made for each question."""
     if any(agent.handoffs for agent in scenario.everyone()):
-        raise InexpressibleError
+        raise NotImplementedError
     models = {agent.name: _model(agent, scenario, setting) for agent in scenario.everyone()}
 
     async def run(question: Question) -> None:
-        agents = [_agent(agent, models, setting) for agent in scenario.agents for _ in range(scenario.samples)]
+        agents = [_agent(agent, models, setting) for agent in scenario.asked]
         await asyncio.gather(*(asyncio.to_thread(_run, agent, question.text, setting) for agent in agents))
 
     return run
@@ -43,10 +43,7 @@ class _PlainModel(OpenAIServerModel):
 
 
 def _model(agent: Agent, scenario: Scenario, setting: Setting) -> OpenAIServerModel:
-    options: dict[str, Any] = {"n": scenario.choices} if scenario.choices > 1 else {}
-    if agent.answers:
-        schema = {"name": "answer", "schema": agent.answers.model_json_schema()}
-        options["response_format"] = {"type": "json_schema", "json_schema": schema}
+    options: dict[str, Any] = {**scenario.sampling, **agent.response_format}
     retries = {"max_retries": setting.retries}
     return _PlainModel("default", setting.base_url, setting.api_key, client_kwargs=retries, **options)
 

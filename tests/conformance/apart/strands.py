@@ -9,7 +9,7 @@ from strands.hooks import BeforeModelCallEvent
 from strands.models.openai import OpenAIModel
 
 from .. import driver as scenarios
-from ..driver import InexpressibleError, Program, Question, Setting
+from ..driver import Program, Question, Setting
 from ..scenarios import TOOLS
 from . import Strands
 
@@ -19,10 +19,10 @@ DRIVER = Strands
 def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
     """Agents are made for each question."""
     if scenario.react or any(agent.handoffs for agent in scenario.everyone()):
-        raise InexpressibleError
+        raise NotImplementedError
 
     async def run(question: Question) -> None:
-        agents = [_agent(agent, scenario, setting) for agent in scenario.agents for _ in range(scenario.samples)]
+        agents = [_agent(agent, scenario, setting) for agent in scenario.asked]
         await asyncio.gather(*(agent.invoke_async(question.text) for agent in agents))
 
     return run
@@ -47,10 +47,7 @@ def _agent(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Settin
 
 
 def _model(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> OpenAIModel:
-    params: dict[str, Any] = {"n": scenario.choices} if scenario.choices > 1 else {}
-    if agent.answers:
-        schema = {"name": "answer", "schema": agent.answers.model_json_schema()}
-        params["response_format"] = {"type": "json_schema", "json_schema": schema}
+    params = {**scenario.sampling, **agent.response_format}
     client = {"base_url": setting.base_url, "api_key": setting.api_key, "max_retries": setting.retries}
     return OpenAIModel(client_args=client, model_id="default", params=params, stream=setting.streaming)
 

@@ -38,24 +38,29 @@ class AutoGen(Driver):
     }
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
-        client = _client(setting)
+        client = OpenAIChatCompletionClient(
+            model="default",
+            base_url=setting.base_url,
+            api_key=setting.api_key,
+            model_info=_MODEL,
+            max_retries=setting.retries,
+            **scenario.sampling,
+        )
 
         async def program(question: Question) -> None:
-            (first, *others) = scenario.agents
+            first = scenario.agents[0]
             if scenario.react:
                 loop = RoundRobinGroupChat(
                     [_Thinker(first, client, setting)], termination_condition=TextMentionTermination("Answer:")
                 )
                 await loop.run(task=question.text)
-            elif scenario.samples > 1 or scenario.choices > 1:
-                await _Sampler(first, client, setting, scenario).run(task=question.text)
             elif first.handoffs:
                 *_, last = team = [_assistant(agent, client, setting) for agent in scenario.everyone()]
                 ending = TextMessageTermination(source=last.name)
                 await _cancellable(Swarm(team, termination_condition=ending), question.text)
             else:
                 await asyncio.gather(
-                    *(_assistant(member, client, setting).run(task=question.text) for member in [first, *others])
+                    *(_assistant(member, client, setting).run(task=question.text) for member in scenario.asked)
                 )
 
         return program
@@ -71,16 +76,6 @@ async def _cancellable(team: Swarm, task: str) -> None:
         token.cancel()
         await asyncio.wait([run])
         raise
-
-
-def _client(setting: Setting) -> ChatCompletionClient:
-    return OpenAIChatCompletionClient(
-        model="default",
-        base_url=setting.base_url,
-        api_key=setting.api_key,
-        model_info=_MODEL,
-        max_retries=setting.retries,
-    )
 
 
 def _assistant(agent: Agent, client: ChatCompletionClient, setting: Setting) -> AssistantAgent:
@@ -102,12 +97,14 @@ def _assistant(agent: Agent, client: ChatCompletionClient, setting: Setting) -> 
     )
 
 
-class _Own(BaseChatAgent):
-    """An agent that calls the model by itself."""
+class _Thinker(BaseChatAgent):
+    """Text ReAct by an agent of one's own: each of its turns is one call, and the tool that the text asks for."""
 
     def __init__(self, agent: Agent, client: ChatCompletionClient, setting: Setting) -> None:
         super().__init__(agent.name, f"The {agent.name}.")
-        self._agent, self._client, self._streaming = agent, client, setting.streaming
+        self._client, self._streaming = client, setting.streaming
+        self._messages: list[Any] = [SystemMessage(content=agent.prompt)]
+        self._tools = {name: FunctionTool(TOOLS[name], name) for name in agent.tools}
 
     @property
     def produced_message_types(self) -> Sequence[type[BaseChatMessage]]:
@@ -115,43 +112,17 @@ class _Own(BaseChatAgent):
 
     async def on_reset(self, cancellation_token: CancellationToken) -> None: ...
 
-    async def ask(self, messages: Sequence[Any], **options: Any) -> str:
-        sent = [SystemMessage(content=self._agent.prompt), *messages]
-        if self._streaming:
-            items = [item async for item in self._client.create_stream(sent, extra_create_args=options)]
-            return str(items[-1].content)
-        return str((await self._client.create(sent, extra_create_args=options)).content)
-
-
-class _Thinker(_Own):
-    """Text ReAct: each of its turns is one call, and the tool that the text asks for."""
-
-    def __init__(self, agent: Agent, client: ChatCompletionClient, setting: Setting) -> None:
-        super().__init__(agent, client, setting)
-        self._messages: list[Any] = []
-        self._tools = {name: FunctionTool(TOOLS[name], name) for name in agent.tools}
-
     async def on_messages(self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken) -> Response:
         self._messages += [UserMessage(content=message.to_text(), source=message.source) for message in messages]
-        reply = await self.ask(self._messages)
+        if self._streaming:
+            *_, result = [item async for item in self._client.create_stream(self._messages)]
+        else:
+            result = await self._client.create(self._messages)
+        reply = str(result.content)
         self._messages.append(AssistantMessage(content=reply, source=self.name))
         step = action(reply)
         if step is not None:
             name, topic = step
-            result = await self._tools[name].run_json({"topic": topic}, cancellation_token)
-            self._messages.append(UserMessage(content=f"Observation: {result}", source="tool"))
+            observed = await self._tools[name].run_json({"topic": topic}, cancellation_token)
+            self._messages.append(UserMessage(content=f"Observation: {observed}", source="tool"))
         return Response(chat_message=TextMessage(content=reply, source=self.name))
-
-
-class _Sampler(_Own):
-    """Asks the same several times at once, or for several responses."""
-
-    def __init__(self, agent: Agent, client: ChatCompletionClient, setting: Setting, scenario: Scenario) -> None:
-        super().__init__(agent, client, setting)
-        self._count = scenario.samples
-        self._options = {"n": scenario.choices} if scenario.choices > 1 else {}
-
-    async def on_messages(self, messages: Sequence[BaseChatMessage], cancellation_token: CancellationToken) -> Response:
-        conversation = [UserMessage(content=message.to_text(), source=message.source) for message in messages]
-        replies = await asyncio.gather(*(self.ask(conversation, **self._options) for _ in range(self._count)))
-        return Response(chat_message=TextMessage(content=replies[0], source=self.name))

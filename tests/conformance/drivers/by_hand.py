@@ -12,21 +12,9 @@ from typing import Any
 import agl_core
 from agl_core.capture.requests import HEADER_AGENT
 
-from ..driver import (
-    CHAT,
-    MESSAGES,
-    RESPONSES,
-    Agent,
-    Driver,
-    Gap,
-    InexpressibleError,
-    Program,
-    Question,
-    Scenario,
-    Setting,
-)
+from ..driver import CHAT, MESSAGES, RESPONSES, Agent, Driver, Gap, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
-from .conversations import Answer, Conversation, ModelReply, ToolCall, client_of, conversation
+from .conversations import CONVERSATIONS, Answer, Conversation, ModelReply, ToolCall, client_of
 
 NO_CHOICES = Gap("three choices (n)", "Only chat completions have `n`.", apis=(RESPONSES, MESSAGES))
 
@@ -64,32 +52,43 @@ class Loop:
 
     async def run(self, question: str) -> None:
         """All agents that are asked, at the same time."""
-        await asyncio.gather(*(self._ask(agent, question) for agent in self._scenario.agents))
+        sampling = self._scenario.samples > 1 or self._scenario.choices > 1
+        ask = self._sample if sampling else self._work
+        await asyncio.gather(*(ask(agent, question) for agent in self._scenario.agents))
 
-    async def _ask(self, agent: Agent, question: str) -> str:
-        scenario = self._scenario
-        if scenario.react:
-            return await self._think(agent, question)
-        if scenario.samples > 1 or scenario.choices > 1:
-            return await self._sample(agent, question)
-        return await self._work(agent, question)
+    async def _sample(self, agent: Agent, question: str) -> None:
+        with self._reporter.speaking(agent.name):
+            talks = [self._conversation(question) for _ in range(self._scenario.samples)]
+            await asyncio.gather(*(self._reply(agent, talk) for talk in talks))
 
     async def _work(self, agent: Agent, question: str) -> str:
-        talk = self._conversation(agent, question)
-        while True:
-            reply, successor = await self._until_handoff(agent, talk)
-            if successor is None:
-                return reply.text
-            agent, talk = successor, self._taken_over(talk, successor)
+        talk, successor = self._conversation(question), agent
+        while successor:
+            reply, successor = await self._until_handoff(successor, talk)
+        return reply.text
+
+    def _conversation(self, question: str) -> Conversation:
+        return CONVERSATIONS[self._setting.api](self._client, self._setting, question)
+
+    async def _reply(self, agent: Agent, talk: Conversation) -> ModelReply:
+        headers = self._reporter.headers(agent.name)
+        return await self._reporter.called(talk.ask(agent, headers, self._scenario.choices))
 
     async def _until_handoff(self, agent: Agent, talk: Conversation) -> tuple[ModelReply, Agent | None]:
         with self._reporter.speaking(agent.name):
             while True:
-                reply = await self._reporter.called(talk.ask(agent))
-                if not reply.calls:
+                with self._reporter.step(agent.name) if self._scenario.react else nullcontext():
+                    reply = await self._reply(agent, talk)
+                    in_text = action(reply.text) if self._scenario.react else None
+                    calls = (ToolCall(None, in_text[0], {"topic": in_text[1]}),) if in_text else reply.calls
+                    answers = await asyncio.gather(*(self._use(agent, call) for call in calls))
+                if not calls:
                     return reply, None
-                talk.tell(await asyncio.gather(*(self._use(agent, call) for call in reply.calls)))
-                names = {call.name for call in reply.calls}
+                if in_text:
+                    talk.say(f"Observation: {answers[0].text}")
+                else:
+                    talk.tell(answers)
+                names = {call.name for call in calls}
                 for other in agent.handoffs:
                     if f"transfer_to_{other.name}" in names:
                         return reply, other
@@ -110,39 +109,6 @@ class Loop:
         if call.name in TOOLS:
             return str(TOOLS[call.name](**call.arguments))
         return "Transferred."
-
-    async def _think(self, agent: Agent, question: str) -> str:
-        talk = self._conversation(agent, question)
-        with self._reporter.speaking(agent.name):
-            while True:
-                with self._reporter.step(agent.name):
-                    reply = await self._reporter.called(talk.ask(agent))
-                    step = action(reply.text)
-                    if step is None:
-                        return reply.text
-                    name, topic = step
-                    with self._reporter.using(name, {"topic": topic}, None) as tell:
-                        result = str(TOOLS[name](topic))
-                        tell(result)
-                talk.say(f"Observation: {result}")
-
-    async def _sample(self, agent: Agent, question: str) -> str:
-        with self._reporter.speaking(agent.name):
-            conversations = [self._conversation(agent, question) for _ in range(self._scenario.samples)]
-            replies = await asyncio.gather(
-                *(self._reporter.called(talk.ask(agent, self._scenario.choices)) for talk in conversations)
-            )
-        return replies[0].text
-
-    def _conversation(self, agent: Agent, question: str) -> Conversation:
-        talk = conversation(self._client, self._setting, self._reporter.headers(agent.name))
-        talk.say(question)
-        return talk
-
-    def _taken_over(self, talk: Conversation, agent: Agent) -> Conversation:
-        taken = conversation(self._client, self._setting, self._reporter.headers(agent.name))
-        taken.items = talk.items
-        return taken
 
 
 HEADERS = "headers, no agl in the process"
@@ -202,9 +168,6 @@ class ByHeaders(Driver):
         yield
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
-        if scenario.react:
-            raise InexpressibleError
-
         async def program(question: Question) -> None:
             client = client_of(setting, question.root, question.api_key)
             await Loop(_Headers(), client, setting, scenario).run(question.text)

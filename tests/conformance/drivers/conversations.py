@@ -12,15 +12,15 @@ from typing import Any, get_type_hints
 import anthropic
 import openai
 
-from ..driver import CHAT, MESSAGES, RESPONSES, Agent, InexpressibleError, Setting
+from ..driver import CHAT, MESSAGES, RESPONSES, Agent, Setting
 from ..scenarios import TOOLS
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that the model asks for."""
+    """A tool that the model asks for; in text, without an id."""
 
-    id: str
+    id: str | None
     name: str
     arguments: Mapping[str, Any]
 
@@ -44,24 +44,40 @@ class ModelReply:
 
 
 class Conversation(ABC):
-    """A conversation of one agent; another may take it over."""
+    """A conversation about a question; several agents may have it one after the other."""
 
-    def __init__(self, client: Any, setting: Setting, headers: Mapping[str, str]) -> None:
-        self.client, self.streaming, self._headers = client, setting.streaming, dict(headers)
+    def __init__(self, client: Any, setting: Setting, question: str) -> None:
+        self.client, self.streaming = client, setting.streaming
         self.items: list[Any] = []
+        self.say(question)
 
-    async def ask(self, agent: Agent, choices: int = 1) -> ModelReply:
-        """The model's next reply to this agent, which is added to the conversation."""
+    async def ask(self, agent: Agent, headers: Mapping[str, str], choices: int = 1) -> ModelReply:
+        """The model's next reply to this agent, which is added to the conversation; only chat completions have `n`."""
         question, *later = self.items
         kept = self.items if agent.keeps is None else [question, *later[-agent.keeps :]]
-        return await self._ask(agent, kept, choices, dict(self._headers))
+        options: dict[str, Any] = {"extra_headers": dict(headers)}
+        if tools := [self.tool(name, parameters) for name, parameters in schemas(agent)]:
+            options["tools"] = tools
+        if agent.answers:
+            options |= self.form(agent)
+        if choices > 1:
+            options["n"] = choices
+        return await self.reply(agent.prompt, kept, options)
 
     def say(self, text: str) -> None:
         """Add a message of the user's."""
         self.items.append({"role": "user", "content": text})
 
     @abstractmethod
-    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> ModelReply: ...
+    def tool(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        """A tool, as a request offers it."""
+
+    @abstractmethod
+    def form(self, agent: Agent) -> dict[str, Any]:
+        """The field of a request that asks for an answer by the agent's schema."""
+
+    @abstractmethod
+    async def reply(self, prompt: str, items: list[Any], options: dict[str, Any]) -> ModelReply: ...
 
     @abstractmethod
     def tell(self, answers: Sequence[Answer]) -> None:
@@ -71,16 +87,14 @@ class Conversation(ABC):
 class ChatConversation(Conversation):
     """OpenAI's chat completions."""
 
-    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> ModelReply:
-        options: dict[str, Any] = {"extra_headers": headers}
-        if tools := schemas(agent):
-            options["tools"] = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in tools]
-        if agent.answers:
-            schema = {"name": "answer", "schema": agent.answers.model_json_schema()}
-            options["response_format"] = {"type": "json_schema", "json_schema": schema}
-        if choices > 1:
-            options["n"] = choices
-        messages = [{"role": "system", "content": agent.prompt}, *items]
+    def tool(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    def form(self, agent: Agent) -> dict[str, Any]:
+        return agent.response_format
+
+    async def reply(self, prompt: str, items: list[Any], options: dict[str, Any]) -> ModelReply:
+        messages = [{"role": "system", "content": prompt}, *items]
         reply = await self.client.chat.completions.create(
             model="default", messages=messages, stream=self.streaming, **options
         )
@@ -99,17 +113,15 @@ class ChatConversation(Conversation):
 class ResponsesConversation(Conversation):
     """OpenAI's Responses."""
 
-    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> ModelReply:
-        if choices > 1:
-            raise InexpressibleError
-        options: dict[str, Any] = {"extra_headers": headers}
-        if tools := schemas(agent):
-            options["tools"] = [{"type": "function", "name": n, "parameters": p, "strict": False} for n, p in tools]
-        if agent.answers:
-            schema = {"type": "json_schema", "name": "answer", "schema": agent.answers.model_json_schema()}
-            options["text"] = {"format": schema}
+    def tool(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "name": name, "parameters": parameters, "strict": False}
+
+    def form(self, agent: Agent) -> dict[str, Any]:
+        return {"text": {"format": {"type": "json_schema", "name": "answer", "schema": agent.schema}}}
+
+    async def reply(self, prompt: str, items: list[Any], options: dict[str, Any]) -> ModelReply:
         reply = await self.client.responses.create(
-            model="default", instructions=agent.prompt, input=items, stream=self.streaming, **options
+            model="default", instructions=prompt, input=items, stream=self.streaming, **options
         )
         if self.streaming:
             (reply,) = [event.response async for event in reply if event.type == "response.completed"]
@@ -128,16 +140,14 @@ class ResponsesConversation(Conversation):
 class MessagesConversation(Conversation):
     """Anthropic's Messages."""
 
-    async def _ask(self, agent: Agent, items: list[Any], choices: int, headers: dict[str, str]) -> ModelReply:
-        if choices > 1:
-            raise InexpressibleError
-        options: dict[str, Any] = {"extra_headers": headers}
-        if tools := schemas(agent):
-            options["tools"] = [{"name": name, "input_schema": parameters} for name, parameters in tools]
-        if agent.answers:
-            schema = {"type": "json_schema", "schema": agent.answers.model_json_schema()}
-            options["output_config"] = {"format": schema}
-        request = {"model": "default", "max_tokens": 1000, "system": agent.prompt, "messages": items, **options}
+    def tool(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        return {"name": name, "input_schema": parameters}
+
+    def form(self, agent: Agent) -> dict[str, Any]:
+        return {"output_config": {"format": {"type": "json_schema", "schema": agent.schema}}}
+
+    async def reply(self, prompt: str, items: list[Any], options: dict[str, Any]) -> ModelReply:
+        request = {"model": "default", "max_tokens": 1000, "system": prompt, "messages": items, **options}
         if self.streaming:
             async with self.client.messages.stream(**request) as stream:
                 reply = await stream.get_final_message()
@@ -160,7 +170,7 @@ class MessagesConversation(Conversation):
 
 _ECHOED = {"type", "id", "role", "content", "call_id", "name", "arguments", "status"}
 _BLOCK = {"type", "text", "id", "name", "input"}
-_KINDS: Mapping[str, type[Conversation]] = {
+CONVERSATIONS: Mapping[str, type[Conversation]] = {
     CHAT: ChatConversation,
     RESPONSES: ResponsesConversation,
     MESSAGES: MessagesConversation,
@@ -172,11 +182,6 @@ def client_of(setting: Setting, root: str, api_key: str) -> Any:
     if setting.api == MESSAGES:
         return anthropic.AsyncAnthropic(base_url=root, api_key=api_key, max_retries=setting.retries)
     return openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=api_key, max_retries=setting.retries)
-
-
-def conversation(client: Any, setting: Setting, headers: Mapping[str, str]) -> Conversation:
-    """A new one; each of its requests has these headers besides the client's."""
-    return _KINDS[setting.api](client, setting, headers)
 
 
 def schemas(agent: Agent) -> list[tuple[str, dict[str, Any]]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, wrap_model_call, wrap_tool_call
 from langchain.agents.structured_output import ProviderStrategy
 from langchain.tools import ToolRuntime
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import BaseTool, StructuredTool, tool
 from langchain_openai import ChatOpenAI
@@ -42,7 +43,8 @@ class LangChain(Driver):
             config: RunnableConfig = {"recursion_limit": 60}
             if setting.form == CALLBACK:
                 config["callbacks"] = [AglCallback()]
-            await graph.ainvoke({"messages": [HumanMessage(question.text)]}, config)
+            once = {"messages": [HumanMessage(question.text)]}
+            await asyncio.gather(*(graph.ainvoke(once, config) for _ in range(scenario.samples)))
 
         return program
 
@@ -50,13 +52,9 @@ class LangChain(Driver):
 def _graph(scenario: Scenario, setting: Setting) -> Any:
     (first, *others) = scenario.agents
     if scenario.react:
-        return _alone(first.name, _react_step(first, _model(setting)), loops=True)
-    if scenario.samples > 1:
-        return _alone(first.name, _samples(first, _model(setting), scenario.samples))
-    if scenario.choices > 1:
-        return _alone(first.name, _choices(first, _model(setting, n=scenario.choices)))
+        return _thinking(first, _model(setting))
     if not others and not first.handoffs:
-        return _agent(first, setting)
+        return _agent(first, setting, **scenario.sampling)
     graph = StateGraph(MessagesState)
     for agent in scenario.everyone():
         graph.add_node(agent.name, _agent(agent, setting))
@@ -77,14 +75,14 @@ def _model(setting: Setting, **options: Any) -> ChatOpenAI:
     )
 
 
-def _agent(agent: Agent, setting: Setting) -> Any:
+def _agent(agent: Agent, setting: Setting, **sampling: int) -> Any:
     tools = [
         *(TOOLS[name] for name in agent.tools),
         *(_consulting(expert, setting) for expert in agent.experts),
         *(_handing_over(other.name) for other in agent.handoffs),
     ]
     return create_agent(
-        _model(setting),
+        _model(setting, **sampling),
         tools,
         system_prompt=agent.prompt,
         name=agent.name,
@@ -130,43 +128,16 @@ def _keeping(count: int) -> AgentMiddleware[Any, Any]:
     return keep
 
 
-def _alone(name: str, node: Any, *, loops: bool = False) -> Any:
-    graph = StateGraph(MessagesState)
-    graph.add_node(name, node)
-    graph.add_edge(START, name)
-    if loops:
-        graph.add_conditional_edges(
-            name, lambda state: END if isinstance(state["messages"][-1], AIMessage) else name, [name, END]
-        )
-    return graph.compile()
-
-
-def _react_step(agent: Agent, model: ChatOpenAI) -> Any:
+def _thinking(agent: Agent, model: ChatOpenAI) -> Any:
     tools = {name: tool(TOOLS[name]) for name in agent.tools}
 
-    async def step(state: MessagesState) -> Any:
+    async def think(state: MessagesState) -> Any:
         reply = await model.ainvoke([SystemMessage(agent.prompt), *state["messages"]])
         step = action(reply.text)
         if step is None:
-            return {"messages": [reply]}
+            return Command(goto=END, update={"messages": [reply]})
         name, topic = step
         result = await tools[name].ainvoke({"topic": topic})
-        return {"messages": [reply, HumanMessage(f"Observation: {result}")]}
+        return Command(goto=agent.name, update={"messages": [reply, HumanMessage(f"Observation: {result}")]})
 
-    return step
-
-
-def _samples(agent: Agent, model: ChatOpenAI, count: int) -> Any:
-    async def sample(state: MessagesState) -> Any:
-        await model.abatch([[SystemMessage(agent.prompt), *state["messages"]]] * count)
-        return {"messages": []}
-
-    return sample
-
-
-def _choices(agent: Agent, model: ChatOpenAI) -> Any:
-    async def sample(state: MessagesState) -> Any:
-        await model.agenerate([[SystemMessage(agent.prompt), *state["messages"]]])
-        return {"messages": []}
-
-    return sample
+    return StateGraph(MessagesState).add_node(agent.name, think).add_edge(START, agent.name).compile()

@@ -18,20 +18,7 @@ from agents.tracing.processors import default_processor
 
 from agl_openai_agents import AglProcessor
 
-from ..driver import (
-    ATTACH,
-    CHAT,
-    MESSAGES,
-    RESPONSES,
-    Agent,
-    Driver,
-    Gap,
-    InexpressibleError,
-    Program,
-    Question,
-    Scenario,
-    Setting,
-)
+from ..driver import ATTACH, CHAT, MESSAGES, RESPONSES, Agent, Driver, Gap, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS
 
 PROCESSOR = "AglProcessor()"
@@ -67,11 +54,9 @@ class OpenAIAgents(Driver):
                 set_trace_processors([default_processor()])
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
-        if scenario.react:
-            raise InexpressibleError
         if setting.form == PROCESSOR:
             agents.add_trace_processor(AglProcessor())
-        members = [_agent(agent, setting, scenario) for agent in scenario.agents] * scenario.samples
+        members = [_agent(agent, setting, scenario) for agent in scenario.asked]
         keeps = scenario.agents[0].keeps
         config = RunConfig(call_model_input_filter=_keeping(keeps)) if keeps else RunConfig()
 
@@ -92,12 +77,11 @@ async def _run(agent: SdkAgent[Any], question: str, setting: Setting, config: Ru
 def _agent(agent: Agent, setting: Setting, scenario: Scenario) -> SdkAgent[Any]:
     client = openai.AsyncOpenAI(base_url=setting.base_url, api_key=setting.api_key, max_retries=setting.retries)
     model = (OpenAIChatCompletionsModel if setting.api == CHAT else OpenAIResponsesModel)("default", client)
-    choices = {"n": scenario.choices} if scenario.choices > 1 else None
     return SdkAgent(
         name=agent.name,
         instructions=agent.prompt,
         model=model,
-        model_settings=ModelSettings(extra_args=choices),
+        model_settings=ModelSettings(extra_args=scenario.sampling),
         tools=[
             *(agents.function_tool(TOOLS[name]) for name in agent.tools),
             *(_consulting(expert, setting, scenario) for expert in agent.experts),
