@@ -22,7 +22,7 @@ from agl_core.types import ToolResult, Transition
 
 from ..conformance.driver import CHAT, Cell, Driver, Turn
 from ..conformance.playing import Performed, running_bench, tokens
-from ..conformance.scenarios import cells
+from ..conformance.scenarios import cells, turns
 from ..support.testing_aids import fast_clients
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
@@ -34,7 +34,7 @@ COUNTS = ("false joins", "extra", "reported", "not shown", "other status", "othe
 async def score(cell: Cell, performed: Performed) -> Counter[str]:
     """Count what was recorded of one rollout, beside what its script expects."""
     counts, untaken = Counter[str](), list(performed.episode.transitions)
-    for turn in cell.scenario.turns():
+    for turn in turns(cell.scenario):
         counts["results expected"] += len(turn.tool_results)
         for choice in range(turn.choices):
             counts["calls expected"] += 1

@@ -6,7 +6,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel
@@ -14,7 +13,6 @@ from pydantic import BaseModel
 from agl_core.capture import attach
 from agl_core.protocols import Adapter
 from agl_core.testing.scripts import CallTools, Say, Step
-from agl_core.types import ToolStatus
 
 Reply: TypeAlias = Say | CallTools
 
@@ -70,34 +68,16 @@ class Turn:
     forgot: str | None = None
     """A text that an earlier tool returned, and that the prompt of this call no longer holds."""
 
-    def __post_init__(self) -> None:
-        for _, status in self.tool_results:
-            ToolStatus(status)
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Turns that run at the same time: each branch keeps its order, between branches there is none."""
-
-    branches: tuple[tuple[Turn, ...], ...]
-
-    def __init__(self, *branches: Sequence[Turn]) -> None:
-        object.__setattr__(self, "branches", tuple(tuple(branch) for branch in branches))
-
-
-Expected: TypeAlias = tuple[Turn | Parallel, ...]
-
 
 @dataclass(frozen=True)
 class Scenario:
-    """A script that any framework can play, and the episode that agl must make of it."""
+    """A script that any framework can play; `scenarios.expected` is the episode that agl must make of it."""
 
     name: str
     about: str
     """One line for the matrix."""
     agents: tuple[Agent, ...]
     """Those that are asked; several are asked at the same time."""
-    expected: Expected
     question: str = "What do you find?"
     samples: int = 1
     """The agent sends the same prompt so many times at once, as calls of their own."""
@@ -131,11 +111,6 @@ class Scenario:
 
     def everyone(self) -> list[Agent]:
         return [member for agent in self.agents for member in agent.everyone()]
-
-    def turns(self) -> list[Turn]:
-        """All calls that are expected of one rollout; those that run in parallel, branch by branch."""
-        blocks = (([block],) if isinstance(block, Turn) else block.branches for block in self.expected)
-        return [turn for branches in blocks for branch in branches for turn in branch]
 
     def questions(self) -> list[str]:
         """One for each rollout; it distinguishes them if there are several."""
@@ -195,12 +170,12 @@ class Gap:
     streaming: tuple[bool, ...] = ()
     forms: tuple[str, ...] = ()
 
-    def covers(self, scenario: str, api: str, streaming: bool, form: str) -> bool:
+    def covers(self, cell: Cell) -> bool:
         return (
-            self.scenario == scenario
-            and (not self.apis or api in self.apis)
-            and (not self.streaming or streaming in self.streaming)
-            and (not self.forms or form in self.forms)
+            self.scenario == cell.scenario.name
+            and cell.api in (self.apis or (cell.api,))
+            and cell.streaming in (self.streaming or (cell.streaming,))
+            and cell.form in (self.forms or (cell.form,))
         )
 
 
@@ -216,8 +191,6 @@ class Driver(ABC):
     """The framework, and the adapter if there is one."""
     apis: Sequence[str]
     """Those of CHAT, RESPONSES and MESSAGES that it speaks."""
-    without: Mapping[str, str] = MappingProxyType({})
-    """The others of them, and why it does not."""
     streaming: Sequence[bool] = (False, True)
     forms: Sequence[str] = (ATTACH,)
     """The ways to bring agl in: ATTACH, and the adapter's one-line forms, named as the user writes them."""
@@ -264,9 +237,4 @@ class Cell:
     @property
     def gap(self) -> str | None:
         """Why it cannot pass; None if it has to."""
-        reasons = [
-            gap.reason
-            for gap in self.driver.gaps
-            if gap.covers(self.scenario.name, self.api, self.streaming, self.form)
-        ]
-        return reasons[0] if reasons else None
+        return next((gap.reason for gap in self.driver.gaps if gap.covers(self)), None)

@@ -9,14 +9,14 @@ from .apart import APART
 from .driver import Driver
 from .drivers import DRIVERS
 from .peers.suites import PASSES, SUITES, Suite
-from .scenarios import SCENARIOS
+from .scenarios import SCENARIOS, turns
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 
 def render(page: str) -> str:
     """The page with its table of scenarios, its list of frameworks and the scores of suites written anew."""
-    scenarios = (f"{s.name} | {s.about} | {len(s.turns()) * s.rollouts}" for s in SCENARIOS)
+    scenarios = (f"{s.name} | {s.about} | {len(turns(s)) * s.rollouts}" for s in SCENARIOS)
     sections = {
         "scenarios": table("scenario | what happens | calls", scenarios),
         "drivers": "\n".join(map(_driver, (*DRIVERS, *APART))),
@@ -45,7 +45,7 @@ def _score(suite: Suite) -> str:
     expected = suite.expected
     total = sum(map(len, expected.groups.values()))
     passes = f"{len(expected.groups[PASSES])} of {total}"
-    return f"{suite.name} | `{suite.distribution}=={expected.release}` | {suite.about} | {passes}"
+    return f"{suite.distribution} | `{expected.release}` | {suite.about} | {passes}"
 
 
 if __name__ == "__main__":

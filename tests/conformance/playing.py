@@ -35,7 +35,8 @@ from agl_core.types import Call, Episode, Transition
 from agl_server.store.sqlite import SqliteStore
 from agl_server.testing import LeasedAttempt, Stack, running_stack
 
-from .driver import API_NAMES, Cell, Expected, Program, Question, Reply, Scenario, Setting, Turn
+from .driver import API_NAMES, Cell, Program, Question, Reply, Scenario, Setting, Turn
+from .scenarios import expected
 
 _MEET = 20.0
 """Seconds that requests which are to be there together wait for each other."""
@@ -132,7 +133,7 @@ def tokens(reply: Reply, choice: int = 0) -> list[int]:
     return [*text.encode(), END_TOKEN]
 
 
-def differences(expected: Expected, episode: Episode) -> list[str]:
+def differences(scenario: Scenario, episode: Episode) -> list[str]:
     """The faults of the episode; none, if it is exactly as expected."""
     calls = [list(call) for _, call in groupby(episode.transitions, key=lambda t: t.key.call)]
     turns = [call[0].turn for call in calls]
@@ -141,11 +142,10 @@ def differences(expected: Expected, episode: Episode) -> list[str]:
         wrong.append(f"tool results joined with no call: {[(o.tool, str(o.status)) for o in episode.unjoined]}")
     if len({call[0].key.call for call in calls}) != len(calls):
         wrong.append("a call's transitions are apart, or two calls have one id")
-    for block in expected:
-        branches = [[block]] if isinstance(block, Turn) else [[*branch] for branch in block.branches]
-        turns_of_block = [turn for branch in branches for turn in branch]
+    for block in expected(scenario):
+        turns_of_block = [turn for branch in block for turn in branch]
         taken, calls = calls[: len(turns_of_block)], calls[len(turns_of_block) :]
-        wrong += _of_branches(branches, taken)
+        wrong += _of_branches(block, taken)
         # Which of several branches of one agent came first is open, and so is who has which number.
         numbers = sorted((turn.agent, turn.number) for turn in turns_of_block)
         given = sorted((str(call[0].agent), call[0].agent_turn) for call in taken)
@@ -265,7 +265,7 @@ class Bench:
             async with asyncio.timeout(_PATIENCE), asyncio.TaskGroup() as tasks:
                 for number, text in enumerate(scenario.questions()):
                     tasks.create_task(run(number, text))
-        return [*play.faults, *(wrong for e in alone.episodes() for wrong in differences(scenario.expected, e))]
+        return [*play.faults, *(wrong for e in alone.episodes() for wrong in differences(scenario, e))]
 
 
 async def _roll_out(program: Program, play: Play, attempt: LeasedAttempt, text: str) -> Performed:
@@ -324,7 +324,7 @@ def _wrong(cell: Cell, performed: Performed) -> list[str]:
         for call in performed.calls
         if bool(call.request.get("stream")) is not cell.streaming
     ]
-    return faults + differences(cell.scenario.expected, performed.episode)
+    return faults + differences(cell.scenario, performed.episode)
 
 
 @contextlib.asynccontextmanager

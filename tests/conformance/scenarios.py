@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
-from agl_core.testing.scripts import CallTools, Drop, Fail, Say
+from agl_core.testing.scripts import CallTools, Drop, Fail, Say, Step
 
-from .driver import Agent, Cell, Driver, Parallel, Scenario, Turn
+from .driver import Agent, Cell, Driver, Scenario, Turn
+
+Block: TypeAlias = list[list[Turn]]
 
 
 def add(a: int, b: int) -> int:
@@ -46,6 +47,9 @@ def nothing() -> str:
 
 TOOLS: dict[str, Callable[..., Any]] = {tool.__name__: tool for tool in (add, multiply, look_up, broken, slow, nothing)}
 
+_STATUSES = {"broken": "error", "slow": "timeout", "nothing": "empty"}
+"""What becomes of tools; the others work."""
+
 _ACTION = re.compile(r"Action: (\w+)\[(.*)\]")
 
 
@@ -78,258 +82,177 @@ def _ask(*names: str) -> CallTools:
     return CallTools([(name, {"task": f"Tell me, {name}."}) for name in names])
 
 
+def _asked(step: Step) -> list[str]:
+    """The tools that a reply asks for, also in the text of a ReAct agent."""
+    if isinstance(step, CallTools):
+        return [name for name, *_ in step.calls]
+    in_text = action(step.text) if isinstance(step, Say) else None
+    return [in_text[0]] if in_text else []
+
+
+def _agent(name: str, *says: Step, **more: Any) -> Agent:
+    """An agent with this script, and with the tools that it asks for."""
+    tools = dict.fromkeys(tool for step in says for tool in _asked(step) if tool in TOOLS)
+    return Agent(name, says, tuple(tools), **more)
+
+
 _SUM = _add(1, 2)
-_BOTH = CallTools([("add", {"a": 1, "b": 2}), ("multiply", {"a": 3, "b": 4})])
 _ALL_FAIL = CallTools([("broken", {}), ("slow", {}), ("nothing", {}), ("add", {"a": 5, "b": 6})])
-_TOWN = Say('{"name": "Bern", "inhabitants": 137000}')
 _DONE = Say("That is all.")
-_LOOKED = ("look_up", "ok")
-_ADDED = ("add", "ok")
-
-PARALLEL_TOOLS = Scenario(
-    "parallel tools",
-    "one reply asks for two tools at once",
-    (Agent("solver", (_BOTH, _DONE), tools=("add", "multiply")),),
-    (Turn("solver", 0, _BOTH, (_ADDED, ("multiply", "ok"))), Turn("solver", 1, _DONE)),
-)
-
-STRUCTURED_OUTPUT = Scenario(
-    "structured output",
-    "a tool, then an answer that fits a JSON schema",
-    (Agent("clerk", (_look_up("Bern"), _TOWN), tools=("look_up",), answers=Town),),
-    (Turn("clerk", 0, _look_up("Bern"), (_LOOKED,)), Turn("clerk", 1, _TOWN)),
-)
-
-TOOL_ERRORS = Scenario(
-    "tool errors",
-    "of four tools called at once one raises, one times out, one returns nothing and one works; then one raises again",
-    (
-        Agent(
-            "solver",
-            (_ALL_FAIL, CallTools([("broken", {})]), _DONE),
-            tools=("broken", "slow", "nothing", "add"),
-        ),
-    ),
-    (
-        Turn("solver", 0, _ALL_FAIL, (("broken", "error"), ("slow", "timeout"), ("nothing", "empty"), _ADDED)),
-        Turn("solver", 1, CallTools([("broken", {})]), (("broken", "error"),)),
-        Turn("solver", 2, _DONE),
-    ),
-)
-
-FAILED_AND_RETRIED = Scenario(
-    "failed calls, retried",
-    "the model server fails or hangs up, and the client's library sends the same request again",
-    (Agent("solver", (Fail(503), _SUM, Drop(), Fail(500), _DONE), tools=("add",)),),
-    (Turn("solver", 0, _SUM, (_ADDED,)), Turn("solver", 1, _DONE)),
-)
-
-LOST_AND_RETRIED = Scenario(
-    "lost replies, retried",
-    "a reply is recorded and lost on its way, and the client's library sends the same request again",
-    (Agent("solver", (_SUM, _add(3, 4), _DONE), tools=("add",)),),
-    (Turn("solver", 0, _SUM, (_ADDED,)), Turn("solver", 1, _add(3, 4), (_ADDED,)), Turn("solver", 2, _DONE)),
-    lost=frozenset({0, 2}),
-)
-
-COMPACTED_CONTEXT = Scenario(
-    "compacted context",
-    "earlier messages are dropped from the conversation between turns",
-    (
-        Agent(
-            "reader",
-            (_look_up("Bern"), _look_up("Basel"), _look_up("Thun"), _DONE),
-            tools=("look_up",),
-            keeps=2,
-        ),
-    ),
-    (
-        Turn("reader", 0, _look_up("Bern"), (_LOOKED,)),
-        Turn("reader", 1, _look_up("Basel"), (_LOOKED,)),
-        Turn("reader", 2, _look_up("Thun"), (_LOOKED,), forgot="Bern is a town."),
-        Turn("reader", 3, _DONE, forgot="Basel is a town."),
-    ),
-)
-
-SUB_AGENTS = Scenario(
-    "interleaved sub-agents",
-    "one reply asks two experts at once; each calls a tool of its own while the other does",
-    (
-        Agent(
-            "boss",
-            (_ask("historian", "geographer"), _DONE),
-            experts=(
-                Agent("historian", (_look_up("Bern"), Say("Founded in 1191.")), tools=("look_up",)),
-                Agent("geographer", (_add(1, 2), Say("On the Aare.")), tools=("add",)),
-            ),
-        ),
-    ),
-    (
-        Turn("boss", 0, _ask("historian", "geographer"), (("historian", "ok"), ("geographer", "ok"))),
-        Parallel(
-            (Turn("historian", 0, _look_up("Bern"), (_LOOKED,)), Turn("historian", 1, Say("Founded in 1191."))),
-            (Turn("geographer", 0, _add(1, 2), (_ADDED,)), Turn("geographer", 1, Say("On the Aare."))),
-        ),
-        Turn("boss", 1, _DONE),
-    ),
-    together={"historian": 1, "geographer": 1},
-)
-
-HIERARCHY = Scenario(
-    "hierarchy",
-    "an agent calls an agent that calls an agent that calls a tool; the first two go on afterwards",
-    (
-        Agent(
-            "director",
-            (_ask("manager"), _add(2, 2), Say("Directed.")),
-            tools=("add",),
-            experts=(
-                Agent(
-                    "manager",
-                    (_ask("worker"), Say("Managed.")),
-                    experts=(Agent("worker", (_look_up("Bern"), Say("Worked.")), tools=("look_up",)),),
-                ),
-            ),
-        ),
-    ),
-    (
-        Turn("director", 0, _ask("manager"), (("manager", "ok"),)),
-        Turn("manager", 0, _ask("worker"), (("worker", "ok"),)),
-        Turn("worker", 0, _look_up("Bern"), (_LOOKED,)),
-        Turn("worker", 1, Say("Worked.")),
-        Turn("manager", 1, Say("Managed.")),
-        Turn("director", 1, _add(2, 2), (_ADDED,)),
-        Turn("director", 2, Say("Directed.")),
-    ),
-)
-
-HANDOFF = Scenario(
-    "handoff",
-    "an agent uses a tool and hands over; the other goes on with a tool of its own",
-    (
-        Agent(
-            "alice",
-            (_SUM, CallTools([("transfer_to_bob", {})])),
-            tools=("add",),
-            handoffs=(Agent("bob", (_look_up("Bern"), _DONE), tools=("look_up",)),),
-        ),
-    ),
-    (
-        Turn("alice", 0, _SUM, (_ADDED,)),
-        Turn("alice", 1, CallTools([("transfer_to_bob", {})]), (("transfer_to_bob", "ok"),)),
-        Turn("bob", 0, _look_up("Bern"), (_LOOKED,)),
-        Turn("bob", 1, _DONE),
-    ),
-)
-
-FIFTEEN_CALLS = Scenario(
-    "fifteen tool calls",
-    "an episode of fifteen tool calls, one after the other",
-    (Agent("solver", (*(_add(number, 1) for number in range(15)), _DONE), tools=("add",)),),
-    (*(Turn("solver", number, _add(number, 1), (_ADDED,)) for number in range(15)), Turn("solver", 15, _DONE)),
-)
-
-TEXT_REACT = Scenario(
-    "text ReAct",
-    "the agent asks for its tools in plain text: there is no tool call, and no id to join by",
-    (
-        Agent(
-            "thinker",
-            (Say("Action: look_up[Bern]"), Say("Action: look_up[Basel]"), Say("Answer: both.")),
-            tools=("look_up",),
-        ),
-    ),
-    (
-        Turn("thinker", 0, Say("Action: look_up[Bern]"), (_LOOKED,)),
-        Turn("thinker", 1, Say("Action: look_up[Basel]"), (_LOOKED,)),
-        Turn("thinker", 2, Say("Answer: both.")),
-    ),
-    react=True,
-)
-
-SAMPLES = Scenario(
-    "samples of one prompt",
-    "the very same prompt is sent three times at once: three calls, not one and two retries",
-    (Agent("sampler", (Say("red"), Say("green"), Say("blue"))),),
-    (
-        Parallel(
-            [Turn("sampler", 0, Say("red"))], [Turn("sampler", 1, Say("green"))], [Turn("sampler", 2, Say("blue"))]
-        ),
-    ),
-    samples=3,
-    together={"sampler": 3},
-)
-
-CHOICES = Scenario(
-    "three choices (n)",
-    "one call asks for three responses: each is a transition",
-    (Agent("sampler", (_DONE,)),),
-    (Turn("sampler", 0, _DONE, choices=3),),
-    choices=3,
-)
-
-TWO_AGENTS = Scenario(
-    "two agents in parallel",
-    "two agents work at the same time, with tools of their own",
-    (
-        Agent("left", (_add(1, 1), Say("Two.")), tools=("add",)),
-        Agent("right", (_look_up("Bern"), _add(1, 1), Say("A town.")), tools=("look_up", "add")),
-    ),
-    (
-        Parallel(
-            (Turn("left", 0, _add(1, 1), (_ADDED,)), Turn("left", 1, Say("Two."))),
-            (
-                Turn("right", 0, _look_up("Bern"), (_LOOKED,)),
-                Turn("right", 1, _add(1, 1), (_ADDED,)),
-                Turn("right", 2, Say("A town.")),
-            ),
-        ),
-    ),
-    together={"left": 1, "right": 1},
-)
-
-SHARED_AGENT = Scenario(
-    "shared agent",
-    "two rollouts at the same time share one agent that was made before they began",
-    (Agent("solver", (_BOTH, _DONE), tools=("add", "multiply")),),
-    (Turn("solver", 0, _BOTH, (_ADDED, ("multiply", "ok"))), Turn("solver", 1, _DONE)),
-    rollouts=2,
-    together={"solver": 2},
-)
-
-IN_A_THREAD = replace(
-    PARALLEL_TOOLS,
-    name="in a thread",
-    about="the agent runs in a `threading.Thread` with an event loop of its own",
-    in_thread=True,
-)
-
-GIVEN_UP = replace(
-    PARALLEL_TOOLS,
-    name="given up",
-    about="the agent is cancelled during its first call, as by `asyncio.wait_for`, and run again",
-    given_up=True,
+_SOLVER = _agent("solver", CallTools([("add", {"a": 1, "b": 2}), ("multiply", {"a": 3, "b": 4})]), _DONE)
+_WORKER = _agent("worker", _look_up("Bern"), Say("Worked."))
+_MANAGER = _agent("manager", _ask("worker"), Say("Managed."), experts=(_WORKER,))
+_EXPERTS = (
+    _agent("historian", _look_up("Bern"), Say("Founded in 1191.")),
+    _agent("geographer", _SUM, Say("On the Aare.")),
 )
 
 SCENARIOS: tuple[Scenario, ...] = (
-    PARALLEL_TOOLS,
-    STRUCTURED_OUTPUT,
-    TOOL_ERRORS,
-    FAILED_AND_RETRIED,
-    LOST_AND_RETRIED,
-    COMPACTED_CONTEXT,
-    SUB_AGENTS,
-    HIERARCHY,
-    HANDOFF,
-    FIFTEEN_CALLS,
-    TEXT_REACT,
-    SAMPLES,
-    CHOICES,
-    TWO_AGENTS,
-    SHARED_AGENT,
-    IN_A_THREAD,
-    GIVEN_UP,
+    Scenario("parallel tools", "one reply asks for two tools at once", (_SOLVER,)),
+    Scenario(
+        "structured output",
+        "a tool, then an answer that fits a JSON schema",
+        (_agent("clerk", _look_up("Bern"), Say('{"name": "Bern", "inhabitants": 137000}'), answers=Town),),
+    ),
+    Scenario(
+        "tool errors",
+        "of four tools called at once one raises, one times out, one returns nothing and one works; then one raises "
+        "again",
+        (_agent("solver", _ALL_FAIL, CallTools([("broken", {})]), _DONE),),
+    ),
+    Scenario(
+        "failed calls, retried",
+        "the model server fails or hangs up, and the client's library sends the same request again",
+        (_agent("solver", Fail(503), _SUM, Drop(), Fail(500), _DONE),),
+    ),
+    Scenario(
+        "lost replies, retried",
+        "a reply is recorded and lost on its way, and the client's library sends the same request again",
+        (_agent("solver", _SUM, _add(3, 4), _DONE),),
+        lost=frozenset({0, 2}),
+    ),
+    Scenario(
+        "compacted context",
+        "earlier messages are dropped from the conversation between turns",
+        (_agent("reader", _look_up("Bern"), _look_up("Basel"), _look_up("Thun"), _DONE, keeps=2),),
+    ),
+    Scenario(
+        "interleaved sub-agents",
+        "one reply asks two experts at once; each calls a tool of its own while the other does",
+        (_agent("boss", _ask("historian", "geographer"), _DONE, experts=_EXPERTS),),
+        together={"historian": 1, "geographer": 1},
+    ),
+    Scenario(
+        "hierarchy",
+        "an agent calls an agent that calls an agent that calls a tool; the first two go on afterwards",
+        (_agent("director", _ask("manager"), _add(2, 2), Say("Directed."), experts=(_MANAGER,)),),
+    ),
+    Scenario(
+        "handoff",
+        "an agent uses a tool and hands over; the other goes on with a tool of its own",
+        (
+            _agent(
+                "alice",
+                _SUM,
+                CallTools([("transfer_to_bob", {})]),
+                handoffs=(_agent("bob", _look_up("Bern"), _DONE),),
+            ),
+        ),
+    ),
+    Scenario(
+        "fifteen tool calls",
+        "an episode of fifteen tool calls, one after the other",
+        (_agent("solver", *(_add(number, 1) for number in range(15)), _DONE),),
+    ),
+    Scenario(
+        "text ReAct",
+        "the agent asks for its tools in plain text: there is no tool call, and no id to join by",
+        (_agent("thinker", Say("Action: look_up[Bern]"), Say("Action: look_up[Basel]"), Say("Answer: both.")),),
+        react=True,
+    ),
+    Scenario(
+        "samples of one prompt",
+        "the very same prompt is sent three times at once: three calls, not one and two retries",
+        (_agent("sampler", Say("red"), Say("green"), Say("blue")),),
+        samples=3,
+        together={"sampler": 3},
+    ),
+    Scenario(
+        "three choices (n)",
+        "one call asks for three responses: each is a transition",
+        (_agent("sampler", _DONE),),
+        choices=3,
+    ),
+    Scenario(
+        "two agents in parallel",
+        "two agents work at the same time, with tools of their own",
+        (
+            _agent("left", _add(1, 1), Say("Two.")),
+            _agent("right", _look_up("Bern"), _add(1, 1), Say("A town.")),
+        ),
+        together={"left": 1, "right": 1},
+    ),
+    Scenario(
+        "shared agent",
+        "two rollouts at the same time share one agent that was made before they began",
+        (_SOLVER,),
+        rollouts=2,
+        together={"solver": 2},
+    ),
+    Scenario(
+        "in a thread",
+        "the agent runs in a `threading.Thread` with an event loop of its own",
+        (_SOLVER,),
+        in_thread=True,
+    ),
+    Scenario(
+        "given up",
+        "the agent is cancelled during its first call, as by `asyncio.wait_for`, and run again",
+        (_SOLVER,),
+        given_up=True,
+    ),
 )
+
+
+def expected(scenario: Scenario) -> list[Block]:
+    """The calls that must be recorded of one rollout, in their order: blocks of branches that run at the same time.
+
+    Each branch keeps its order; between the branches of a block there is none.
+    """
+    calls = [_calls_of(agent, scenario) for agent in scenario.agents]
+    if scenario.samples > 1:
+        return [[[call] for ((call,),) in calls[0]]]
+    return _beside(calls)
+
+
+def turns(scenario: Scenario) -> list[Turn]:
+    """All of them, branch by branch."""
+    return [turn for block in expected(scenario) for branch in block for turn in branch]
+
+
+def _calls_of(agent: Agent, scenario: Scenario) -> list[Block]:
+    """An agent's calls, each followed by those of the experts that it asks, or of the agent that it hands over to."""
+    replies = [step for step in agent.says if isinstance(step, Say | CallTools)]
+    blocks: list[Block] = []
+    for number, reply in enumerate(replies):
+        names = _asked(reply)
+        results = tuple((name, _STATUSES.get(name, "ok")) for name in names)
+        # What is kept are the last call and its result.
+        forgotten = replies[number - 2] if agent.keeps and number > 1 else None
+        forgot = look_up(**forgotten.calls[0][1]) if isinstance(forgotten, CallTools) else None
+        blocks.append([[Turn(agent.name, number, reply, results, scenario.choices, forgot)]])
+        asked = [_calls_of(expert, scenario) for expert in agent.experts if expert.name in names]
+        blocks += _beside(asked)
+        for other in agent.handoffs:
+            blocks += _calls_of(other, scenario) if f"transfer_to_{other.name}" in names else []
+    return blocks
+
+
+def _beside(agents: list[list[Block]]) -> list[Block]:
+    """The calls of agents that work at the same time."""
+    if len(agents) > 1:
+        return [[[call for ((call,),) in blocks] for blocks in agents]]
+    return [block for blocks in agents for block in blocks]
 
 
 def cells(drivers: Sequence[Driver]) -> Iterator[Cell]:
@@ -347,6 +270,6 @@ def cells(drivers: Sequence[Driver]) -> Iterator[Cell]:
             if form == driver.forms[0] or streaming is driver.streaming[~number % len(driver.streaming)]
         ]
         for gap in driver.gaps:
-            if not any(gap.covers(cell.scenario.name, cell.api, cell.streaming, cell.form) for cell in possible):
+            if not any(gap.covers(cell) for cell in possible):
                 raise ValueError(f"{driver.name}: the gap {gap} covers no cell. Check the names in it.")
         yield from possible

@@ -285,22 +285,6 @@ async def test_tools_of_an_mcp_server(attached: None, server: Any, attempt: Any)
     assert tool_results["c2"].result["text"].startswith("Error executing tool refuse")
 
 
-async def test_the_users_own_hooks_and_formatter_work_as_before(
-    run: Any, attached: None, server: Any, attempt: Any
-) -> None:
-    events: list[Any] = []
-
-    class Hooks(agents.RunHooks[Any]):
-        async def on_tool_end(self, context: Any, agent: Any, tool: Any, result: Any) -> None:
-            events.append((tool, result))
-
-    server.answer = in_turn(CallTools([("broken", {})]), Say("done"))
-    config = RunConfig(tool_error_formatter=lambda args: f"{args.kind}: {args.error}")
-    with running(attempt()):
-        await run(named("solver", broken), hooks=Hooks(), run_config=config)
-    assert events == [(broken, "tool_exception: boom")]
-
-
 @pytest.mark.expects_problems
 async def test_a_version_of_the_sdk_without_one_of_the_functions(
     run: Any, server: Any, attempt: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 
 from agl_core.testing.scripts import CallTools, Raw, Received, Say, Step
-from agl_core.types import AttemptKey, Call, Ending
-from agl_core.wire import CloseRequest
-from agl_server.testing import Stack, running_stack
+from agl_core.types import Call
+from agl_server.testing import LeasedAttempt, Stack, running_stack
 
 CLAUDE_CODE = ["@anthropic-ai/claude-code"]
 AI_SDK = {
@@ -98,14 +97,9 @@ def continues(calls: list[Call]) -> bool:
     return True
 
 
-async def tool_results(stack: Stack, key: AttemptKey) -> list[Any]:
-    await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
-    episode = await stack.episode(key)
-    return [
-        (tool_result.tool, tool_result.result)
-        for transition in episode.transitions
-        for tool_result in transition.tool_results
-    ]
+async def tool_results(attempt: LeasedAttempt) -> list[Any]:
+    episode = await attempt.close()
+    return [(result.tool, result.result) for transition in episode.transitions for result in transition.tool_results]
 
 
 async def test_claude_code_runs_a_tool(stack: Stack, tmp_path: Path) -> None:
@@ -113,7 +107,8 @@ async def test_claude_code_runs_a_tool(stack: Stack, tmp_path: Path) -> None:
     package = folder / "node_modules" / CLAUDE_CODE[0]
     if (package / "install.cjs").exists():  # npm may have been told to run no such scripts.
         await asyncio.to_thread(subprocess.run, ["node", package / "install.cjs"], check=True)
-    key = await stack.lease()
+    attempt = await stack.attempt()
+    url, key = stack.url(attempt.key).removesuffix("/v1"), stack.key(attempt.key)
 
     def answer(received: Received) -> Step:
         tools = {tool["function"]["name"] for tool in received.body.get("tools") or ()}
@@ -126,8 +121,8 @@ async def test_claude_code_runs_a_tool(stack: Stack, tmp_path: Path) -> None:
     env = {
         "PATH": os.environ["PATH"],
         "HOME": str(tmp_path),
-        "ANTHROPIC_BASE_URL": stack.url(key).removesuffix("/v1"),
-        "ANTHROPIC_AUTH_TOKEN": stack.key(key),
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": key,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
@@ -136,10 +131,10 @@ async def test_claude_code_runs_a_tool(stack: Stack, tmp_path: Path) -> None:
         claude, "-p", "Run echo forty-two.", "--output-format", "json", "--allowedTools", "Bash", env=env, cwd=tmp_path
     )
     assert json.loads(output)["result"] == "It says forty-two."
-    calls = [call for call in await stack.calls(key) if call.request.get("tools")]
+    calls = [call for call in await attempt.calls() if call.request.get("tools")]
     assert len(calls) == 2
     assert continues(calls)
-    assert await tool_results(stack, key) == [("Bash", "forty-two")]
+    assert await tool_results(attempt) == [("Bash", "forty-two")]
 
 
 @pytest.mark.parametrize("version", AI_SDK)
@@ -150,7 +145,8 @@ async def test_the_ai_sdk_runs_a_tool_and_goes_on(
 ) -> None:
     folder = await asyncio.to_thread(installed, f"ai-sdk-{version}", AI_SDK[version])
     (folder / "loop.mjs").write_text(LOOP)
-    key = await stack.lease()
+    attempt = await stack.attempt()
+    url, key = stack.url(attempt.key).removesuffix("/v1"), stack.key(attempt.key)
 
     def answer(received: Received) -> Step:
         if len(received.body["messages"]) > 1:
@@ -168,15 +164,15 @@ async def test_the_ai_sdk_runs_a_tool_and_goes_on(
     stack.upstream.answer = answer
     env = {
         **os.environ,
-        "BASE": stack.url(key).removesuffix("/v1"),
-        "KEY": stack.key(key),
+        "BASE": url,
+        "KEY": key,
         "PROVIDER": provider,
         "STORE": store,
         "STREAM": stream,
     }
     output = await run("node", folder / "loop.mjs", env=env, cwd=folder)
     assert json.loads(output.strip().splitlines()[-1]) == ["It is 3.", "It is 3."]
-    calls = await stack.calls(key)
+    calls = await attempt.calls()
     assert len(calls) == 3
     assert continues(calls)
-    assert await tool_results(stack, key) == [("add", "3")]
+    assert await tool_results(attempt) == [("add", "3")]

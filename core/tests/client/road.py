@@ -23,6 +23,17 @@ async def answer(task_input: Any, context: AgentContext) -> str:
     return await ask(context)
 
 
+ASK = """
+    import httpx, os
+
+    def ask():
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        httpx.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json=body, headers=headers).raise_for_status()
+"""
+"""A program that can make one, by its environment."""
+
+
 class Road:
     """The way to a server, which can be closed and opened again, as when the server is killed and restarted."""
 

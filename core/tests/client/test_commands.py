@@ -25,6 +25,8 @@ from agl_core.wire import LeaseRequest
 from agl_server.health.rollouts import health_of
 from agl_server.testing import until
 
+from .road import ASK
+
 PROGRAM = """
 import json, os, sys, urllib.request
 
@@ -249,15 +251,6 @@ def test_a_program_that_is_not_there_is_an_error_before_anything_starts(tmp_path
 
 # A command under a worker gets what `agl run` gives one, unchanged: identity, tool results and state.
 
-
-ASK = """
-    import httpx, os
-
-    def ask():
-        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-        httpx.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json=body, headers=headers).raise_for_status()
-"""
 
 MARKED = f"""{ASK}
     import agl_core, subprocess, sys, time

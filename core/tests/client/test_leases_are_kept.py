@@ -25,6 +25,26 @@ from .road import Road, answer, ask
 LEASED = pytest.mark.parametrize("workplace", [{"lease": 2.0, "attempts": 3}], indirect=True)
 
 
+@contextlib.asynccontextmanager
+async def working(
+    workplace: Any, agent: Any, kind: type[LightningClient] = LightningClient, **options: Any
+) -> AsyncIterator[tuple[Worker, Road, asyncio.Task[None]]]:
+    """A worker of this loop, on a road that can be closed."""
+    server = workplace.stack.server
+    road = Road(server.base_url)
+    await road.open()
+    async with kind(road.url, options.pop("key", server.worker_key)) as client:
+        runner = TaskPerAttempt(Agent("test:agent", agent, wants_context=True, is_async=True))
+        worker = Worker(client, runner, concurrency=4, **options)
+        task = asyncio.create_task(worker.run())
+        try:
+            yield worker, road, task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            road.close()
+
+
 @pytest.mark.timing
 @LEASED
 async def test_an_agent_that_blocks_the_loop_loses_no_lease(workplace: Any) -> None:
@@ -62,12 +82,12 @@ async def test_an_attempt_that_no_longer_counts_is_ended(workplace: Any) -> None
 class LosingTheFirstLease(LightningClient):
     """The reply with the first rollouts does not arrive."""
 
-    lost = 0
+    lost = False
 
     async def ask(self, operation: Operation[Asked, Answer], body: Asked, lease: Lease | None = None) -> Answer:
         reply = await super().ask(operation, body, lease)
         if isinstance(reply, LeaseReply) and reply.leases and not self.lost:
-            self.lost = len(reply.leases)
+            self.lost = True
             raise UnreachableError("lost on the way")
         return reply
 
@@ -76,38 +96,11 @@ class LosingTheFirstLease(LightningClient):
 @LEASED
 async def test_what_was_lent_in_a_reply_that_never_arrived_is_soon_tried_again(workplace: Any) -> None:
     """The worker sends heartbeats before its first lease, so that no timeout of minutes has to pass."""
-
-    async def agent(task_input: Any, context: AgentContext) -> int:
-        await ask(context)
-        return context.attempt
-
-    server = workplace.stack.server
-    async with LosingTheFirstLease(server.base_url, server.worker_key) as client:
-        worker = Worker(client, TaskPerAttempt(Agent("test:agent", agent, True, True)), concurrency=4)
-        task = asyncio.create_task(worker.run())
-        await server.queue.enqueue([make.rollout("w0")])
-        [done] = await asyncio.wait_for(server.queue.done(["w0"]), 20)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    assert (client.lost, done.ending, done.counted_attempt) == (1, Ending.FINISHED, 1)
-
-
-@contextlib.asynccontextmanager
-async def working(workplace: Any, agent: Any, **options: Any) -> AsyncIterator[tuple[Worker, Road, asyncio.Task[None]]]:
-    """A worker of this loop, on a road that can be closed."""
-    server = workplace.stack.server
-    road = Road(server.base_url)
-    await road.open()
-    async with LightningClient(road.url, options.pop("key", server.worker_key)) as client:
-        runner = TaskPerAttempt(Agent("test:agent", agent, wants_context=True, is_async=True))
-        worker = Worker(client, runner, concurrency=4, **options)
-        task = asyncio.create_task(worker.run())
-        try:
-            yield worker, road, task
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            road.close()
+    queue = workplace.stack.server.queue
+    async with working(workplace, answer, LosingTheFirstLease):
+        await queue.enqueue([make.rollout("w0")])
+        [done] = await asyncio.wait_for(queue.done(["w0"]), 20)
+    assert (done.ending, done.counted_attempt) == (Ending.FINISHED, 1)
 
 
 async def test_a_server_that_goes_and_comes_back_is_waited_for(
@@ -171,30 +164,25 @@ async def test_what_ended_is_reported_though_its_lease_is_over(workplace: Any, p
     assert (rollout.counted_attempt, counted.result) == (1, "in time")
 
 
-class Slow(LightningClient):
-    """The first report takes for ever."""
-
-    def __init__(self, base_url: str, key: str) -> None:
-        super().__init__(base_url, key)
-        self.reporting = asyncio.Event()
-
-    async def ask(self, operation: Any, body: Any, lease: Lease | None = None) -> Any:
-        if operation is CLOSE and not self.reporting.is_set():
-            self.reporting.set()
-            await asyncio.sleep(3600)
-        return await super().ask(operation, body, lease)
-
-
 async def test_a_worker_that_is_stopped_while_it_reports_tries_once_more(workplace: Any) -> None:
-    server = workplace.stack.server
-    async with Slow(server.base_url, server.worker_key) as client:
-        worker = Worker(client, TaskPerAttempt(Agent("test:agent", answer, True, True)), concurrency=4)
-        task = asyncio.create_task(worker.run())
-        await server.queue.enqueue([make.rollout("w0")])
-        await client.reporting.wait()
+    reporting = asyncio.Event()
+
+    class Slow(LightningClient):
+        """The first report takes for ever."""
+
+        async def ask(self, operation: Any, body: Any, lease: Lease | None = None) -> Any:
+            if operation is CLOSE and not reporting.is_set():
+                reporting.set()
+                await asyncio.sleep(3600)
+            return await super().ask(operation, body, lease)
+
+    queue = workplace.stack.server.queue
+    async with working(workplace, answer, Slow) as (worker, _, task):
+        await queue.enqueue([make.rollout("w0")])
+        await reporting.wait()
         worker.drain(0)
         await asyncio.wait_for(task, 20)
-    [rollout] = await server.queue.done(["w0"])
+    [rollout] = await queue.done(["w0"])
     assert (rollout.ending, worker.endings.total()) == (Ending.FINISHED, 1)
 
 

@@ -22,7 +22,7 @@ from agl_core.types import Ending
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, take_keys
 from agl_server.http.keys import Keys
 
-from .road import answer
+from .road import ASK, answer
 
 
 @pytest.fixture
@@ -131,15 +131,6 @@ def bogus_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-COMMAND = """
-    import httpx, os
-
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    httpx.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json=body, headers=headers).raise_for_status()
-"""
-
-
 @pytest.mark.parametrize("way", ["task", "process", "command"])
 async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) -> None:
     root = workplace.stack.server.base_url
@@ -150,7 +141,7 @@ async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) 
         elif way == "process":
             runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url=root)
         else:
-            (tmp_path / "program.py").write_text(textwrap.dedent(COMMAND))
+            (tmp_path / "program.py").write_text(textwrap.dedent(f"{ASK}\n    ask()"))
             runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path, plugins=None)
         ended = await workplace.finish(workplace.start_runner(runner), [{"does": "tell"}])
     rollout, attempt = ended[0]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 from ...support.testing_aids import NO_TELEMETRY, only_this_machine
-from ..driver import CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Scenario, Setting
+from ..driver import CHAT, RESPONSES, Driver, Gap, Program, Scenario, Setting
 
 # Before the module beside a driver imports its framework.
 os.environ.update(NO_TELEMETRY)
@@ -23,12 +23,12 @@ LATE = Gap("given up", "Its call goes on in a thread or a task: the client of a 
 
 
 class Apart(Driver):
-    """Its agents are made by `program` of the module that it names, which imports the framework."""
+    """Its agents are the `Cast` of the module that it names, which imports the framework."""
 
     module: str
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
-        program: Program = importlib.import_module(f".{self.module}", __package__).program(scenario, setting)
+        program: Program = importlib.import_module(f".{self.module}", __package__).Cast(scenario, setting).program()
         return program
 
 
@@ -38,7 +38,6 @@ class LlamaIndex(Apart):
     module = "llama_index"
     name = "LlamaIndex (agl-llama-index)"
     apis = (CHAT, RESPONSES)
-    without = {MESSAGES: "`llama-index-llms-anthropic` is not among the packages of its environment."}  # noqa: RUF012
     gaps = (
         Gap(
             "structured output",
@@ -55,7 +54,6 @@ class Haystack(Apart):
     module = "haystack"
     name = "Haystack (agl-haystack)"
     apis = (CHAT, RESPONSES)
-    without = {MESSAGES: "`anthropic-haystack` is not among the packages of its environment."}  # noqa: RUF012
     gaps = (
         Gap("text ReAct", "Haystack runs tools only for the tool calls of a model: it has no text ReAct."),
         Gap("three choices (n)", "`OpenAIChatGenerator` refuses `n` when it streams.", apis=(CHAT,), streaming=(True,)),
@@ -72,7 +70,6 @@ class CrewAI(Apart):
     module = "crewai"
     name = "CrewAI (agl-crewai)"
     apis = (CHAT,)
-    without = dict.fromkeys((RESPONSES, MESSAGES), "The tests play CrewAI's default API.")
     gaps = (
         Gap("handoff", "CrewAI has no handoff: delegated work returns to the agent that delegated it."),
         Gap("text ReAct", "CrewAI has a text format of its own, which is tested apart."),
@@ -100,10 +97,6 @@ class Smolagents(Apart):
     module = "smolagents"
     name = "smolagents (agl-smolagents)"
     apis = (CHAT,)
-    without = {  # noqa: RUF012
-        RESPONSES: "smolagents' models do not speak it.",
-        MESSAGES: "smolagents' models speak it only through LiteLLM.",
-    }
     gaps = (Gap("handoff", "smolagents has no handoff: a managed agent returns to the one that called it."), LATE)
 
 
@@ -114,7 +107,6 @@ class DSPy(Apart):
     module = "dspy"
     name = "DSPy (agl-dspy)"
     apis = (CHAT,)
-    without = dict.fromkeys((RESPONSES, MESSAGES), "The tests play DSPy's default API.")
     gaps = (
         Gap("handoff", "DSPy has no handoff: the user's own code decides which module is next."),
         Gap("three choices (n)", "DSPy asks for n replies by n requests, and each is a call."),
@@ -128,7 +120,6 @@ class PydanticAI(Apart):
     module = "pydantic_ai"
     name = "pydantic-ai (agl-otel)"
     apis = (CHAT, RESPONSES)
-    without = {MESSAGES: "`anthropic` is not among the packages of its environment."}  # noqa: RUF012
     gaps = (
         Gap("text ReAct", "pydantic-ai runs tools only for the tool calls of a model: it has no text ReAct."),
         Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),
@@ -144,10 +135,6 @@ class Strands(Apart):
     module = "strands"
     name = "Strands (agl-otel)"
     apis = (CHAT,)
-    without = {  # noqa: RUF012
-        RESPONSES: "The tests play Strands' default API of OpenAI.",
-        MESSAGES: "`anthropic` is not among the packages of its environment.",
-    }
     gaps = (
         Gap("handoff", "Strands' `Swarm` hands over by one tool of its own, and the scenario's tool is another one."),
         Gap("text ReAct", "Strands runs tools only for the tool calls of a model: it has no text ReAct."),
@@ -163,7 +150,6 @@ class GoogleADK(Apart):
     module = "google_adk"
     name = "Google ADK (agl-otel)"
     apis = (CHAT,)
-    without = dict.fromkeys((RESPONSES, MESSAGES), "The tests play LiteLLM's default API.")
     gaps = (Gap("text ReAct", "ADK runs tools only for the tool calls of a model: it has no text ReAct."),)
 
 

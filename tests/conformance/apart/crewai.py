@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from crewai import LLM, Crew, Task
@@ -13,59 +12,58 @@ from crewai.hooks import LLMCallHookContext, register_before_llm_call_hook, unre
 from crewai.tools import BaseTool
 from pydantic import BaseModel, PrivateAttr, create_model
 
-from ..driver import Agent, Program, Question, Scenario, Setting
-from ..scenarios import TOOLS
+from .. import cast
+from ..driver import Agent, Scenario, Setting
 from . import CrewAI
 
 DRIVER = CrewAI
 
 
-def program(scenario: Scenario, setting: Setting) -> Program:
-    """The scenario's LLMs, made once; the crews are made for each question."""
-    everyone = scenario.everyone()
-    if scenario.react or any(agent.handoffs for agent in everyone):
-        raise NotImplementedError
-    models = {agent.name: _model(agent, scenario, setting) for agent in everyone}
-    forgetful = {agent.name for agent in everyone if agent.keeps}
+class Cast(cast.Cast):
+    """LLMs are made once; the crews are made for each question."""
 
-    async def run(question: Question) -> None:
-        crews = [_crew(agent, models, question.text) for agent in scenario.asked]
-        with _forgetting(forgetful):
-            await asyncio.gather(*(crew.kickoff_async() for crew in crews))
+    remembers = True
 
-    return run
+    def __init__(self, scenario: Scenario, setting: Setting) -> None:
+        super().__init__(scenario, setting)
+        self._models = {agent.name: self._model(agent) for agent in scenario.everyone()}
+        self._forgetful = {agent.name for agent in scenario.everyone() if agent.keeps}
 
+    def agent(self, agent: Agent) -> Callable[[str], Crew]:
+        def crew(question: str) -> Crew:
+            # Its system prompt begins with "You are ROLE.".
+            about = {"role": agent.name, "goal": "Answer.", "backstory": "You know it."}
+            member = CrewAgent(llm=self._models[agent.name], tools=self.tools(agent, FunctionTool), **about)
+            task = Task(description=question, expected_output="An answer.", agent=member)
+            return Crew(agents=[member], tasks=[task], verbose=False, cache=False)
 
-def _model(agent: Agent, scenario: Scenario, setting: Setting) -> LLM:
-    return LLM(
-        "default",
-        provider="openai",
-        base_url=setting.base_url,
-        api_key=setting.api_key,
-        max_retries=setting.retries,
-        stream=setting.streaming,
-        response_format=agent.answers,
-        additional_params=scenario.sampling,
-    )
+        return crew
 
+    async def ask(self, agent: Callable[[str], Crew], task: str) -> Any:
+        with _forgetting(self._forgetful):
+            return await agent(task).kickoff_async()
 
-def _crew(agent: Agent, models: Mapping[str, LLM], question: str) -> Crew:
-    tools = [
-        *(FunctionTool(TOOLS[name]) for name in agent.tools),
-        *(_consulting(expert, models) for expert in agent.experts),
-    ]
-    # Its system prompt begins with "You are ROLE.".
-    member = CrewAgent(role=agent.name, goal="Answer.", backstory="You know it.", llm=models[agent.name], tools=tools)
-    task = Task(description=question, expected_output="An answer.", agent=member)
-    return Crew(agents=[member], tasks=[task], verbose=False, cache=False)
+    def consulting(self, expert: Agent) -> Callable[..., Any]:
+        """CrewAI runs tools in threads."""
+        crew = self.agent(expert)
 
+        def consult(task: str) -> str:
+            return str(crew(task).kickoff())
 
-def _consulting(expert: Agent, models: Mapping[str, LLM]) -> BaseTool:
-    def ask(task: str) -> str:
-        return str(_crew(expert, models, task).kickoff())
+        consult.__name__, consult.__doc__ = expert.name, f"Ask the {expert.name}."
+        return consult
 
-    ask.__name__, ask.__doc__ = expert.name, f"Ask the {expert.name}."
-    return FunctionTool(ask)
+    def _model(self, agent: Agent) -> LLM:
+        return LLM(
+            "default",
+            provider="openai",
+            base_url=self.setting.base_url,
+            api_key=self.setting.api_key,
+            max_retries=self.setting.retries,
+            stream=self.setting.streaming,
+            response_format=agent.answers,
+            additional_params=self.scenario.sampling,
+        )
 
 
 @contextlib.contextmanager

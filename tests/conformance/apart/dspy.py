@@ -3,47 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from typing import Any
 
 import dspy
 
-from ..driver import Agent, Program, Question, Scenario, Setting
+from .. import cast
+from ..driver import Agent
 from ..scenarios import TOOLS, action
 from . import DSPy
 
 DRIVER = DSPy
 
 
-def program(scenario: Scenario, setting: Setting) -> Program:
-    """The scenario's program, made once."""
-    if any(agent.handoffs for agent in scenario.everyone()):
-        raise NotImplementedError
-    lm = dspy.LM(
-        "openai/default",
-        api_base=setting.base_url,
-        api_key=setting.api_key,
-        num_retries=setting.retries,
-        n=scenario.choices,
-    )
-    teams = [_Team(agent) for agent in scenario.asked]
+class Cast(cast.Cast):
+    """The scenario's program, made once; streaming, what comes is status messages, chunks, and the prediction last."""
 
-    async def run(question: Question) -> None:
-        with dspy.context(lm=lm, adapter=_AsItIs()):
-            await asyncio.gather(*(_ask(team, question.text, setting.streaming) for team in teams))
+    def agent(self, agent: Agent) -> _Team:
+        if agent.handoffs:
+            raise NotImplementedError
+        return _Team(agent)
 
-    return run
+    async def ask(self, agent: _Team, task: str) -> None:
+        with dspy.context(lm=self._lm, adapter=_AsItIs()):
+            if not self.setting.streaming:
+                await agent.acall(task=task)
+                return
+            async for value in dspy.streamify(agent, is_async_program=True)(task=task):
+                last = value
+            assert isinstance(last, dspy.Prediction)
 
-
-async def _ask(team: _Team, task: str, streaming: bool) -> None:
-    """The question to a team; streaming, what comes is status messages, chunks of replies, and the prediction last."""
-    if not streaming:
-        await team.acall(task=task)
-        return
-    stream = dspy.streamify(team, is_async_program=True)
-    async for value in stream(task=task):
-        last = value
-    assert isinstance(last, dspy.Prediction)
+    @functools.cached_property
+    def _lm(self) -> dspy.LM:
+        setting, choices = self.setting, self.scenario.choices
+        options = {"api_base": setting.base_url, "api_key": setting.api_key, "num_retries": setting.retries}
+        return dspy.LM("openai/default", **options, n=choices)
 
 
 class _AsItIs(dspy.Adapter):  # type: ignore[misc]

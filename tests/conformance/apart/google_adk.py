@@ -1,6 +1,5 @@
 """Google ADK's LlmAgents, with LiteLLM's models."""
 
-import asyncio
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,8 @@ from google.adk.tools import ToolContext
 from google.genai import types
 from pydantic import BaseModel
 
-from .. import driver as scenarios
-from ..driver import Program, Question, Setting
+from .. import cast
+from ..driver import Agent
 from ..scenarios import TOOLS
 from . import GoogleADK
 
@@ -27,61 +26,51 @@ class Task(BaseModel):
     task: str
 
 
-def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
-    """The scenario's agents, made once; each question has sessions of its own."""
-    if scenario.react:
-        raise NotImplementedError
-    agents = [_agent(agent, scenario, setting) for agent in scenario.agents]
-    runners = [InMemoryRunner(agent, app_name="app") for agent in agents] * scenario.samples
+class Cast(cast.Cast):
+    """Experts are sub-agents; each question has a session of its own."""
 
-    async def run(question: Question) -> None:
-        await asyncio.gather(*(_run(runner, question.text, setting) for runner in runners))
+    def agent(self, agent: Agent) -> InMemoryRunner:
+        return InMemoryRunner(self._member(agent), app_name="app")
 
-    return run
+    async def ask(self, agent: InMemoryRunner, task: str) -> None:
+        session = await agent.session_service.create_session(app_name="app", user_id="user")
+        config = RunConfig(streaming_mode=StreamingMode.SSE if self.setting.streaming else StreamingMode.NONE)
+        question = types.Content(role="user", parts=[types.Part(text=task)])
+        async for _ in agent.run_async(user_id="user", session_id=session.id, new_message=question, run_config=config):
+            pass
 
+    def _member(self, agent: Agent, **options: Any) -> LlmAgent:
+        def forget(callback_context: Any, llm_request: Any) -> None:
+            if agent.keeps:
+                del llm_request.contents[1 : -agent.keeps]
 
-async def _run(runner: InMemoryRunner, text: str, setting: Setting) -> None:
-    session = await runner.session_service.create_session(app_name="app", user_id="user")
-    config = RunConfig(streaming_mode=StreamingMode.SSE if setting.streaming else StreamingMode.NONE)
-    question = types.Content(role="user", parts=[types.Part(text=text)])
-    async for _ in runner.run_async(user_id="user", session_id=session.id, new_message=question, run_config=config):
-        pass
+        return LlmAgent(
+            name=agent.name,
+            description=f"The {agent.name}.",
+            model=self._model(agent),
+            instruction=agent.prompt,
+            tools=[
+                *(_failing_softly(TOOLS[name]) for name in agent.tools),
+                *(_handing_over(other.name) for other in agent.handoffs),
+            ],
+            sub_agents=[
+                *(self._member(expert, mode="single_turn", input_schema=Task) for expert in agent.experts),
+                *(self._member(other) for other in agent.handoffs),
+            ],
+            before_model_callback=forget,
+            **options,
+        )
 
-
-def _agent(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting, **options: Any) -> LlmAgent:
-    def forget(callback_context: Any, llm_request: Any) -> None:
-        if agent.keeps:
-            del llm_request.contents[1 : -agent.keeps]
-
-    return LlmAgent(
-        name=agent.name,
-        description=f"The {agent.name}.",
-        model=_model(agent, scenario, setting),
-        instruction=agent.prompt,
-        tools=[
-            *(_failing_softly(TOOLS[name]) for name in agent.tools),
-            *(_handing_over(other.name) for other in agent.handoffs),
-        ],
-        sub_agents=[
-            *(_agent(expert, scenario, setting, mode="single_turn", input_schema=Task) for expert in agent.experts),
-            *(_agent(other, scenario, setting) for other in agent.handoffs),
-        ],
-        before_model_callback=forget,
-        **options,
-    )
-
-
-def _model(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> LiteLlm:
-    options: dict[str, Any] = {**scenario.sampling}
-    if agent.answers:
-        options["response_format"] = agent.answers
-    return LiteLlm(
-        model="openai/default",
-        api_base=setting.base_url,
-        api_key=setting.api_key,
-        max_retries=setting.retries,
-        **options,
-    )
+    def _model(self, agent: Agent) -> LiteLlm:
+        form = {"response_format": agent.answers} if agent.answers else {}
+        return LiteLlm(
+            model="openai/default",
+            api_base=self.setting.base_url,
+            api_key=self.setting.api_key,
+            max_retries=self.setting.retries,
+            **self.scenario.sampling,
+            **form,
+        )
 
 
 def _failing_softly(tool: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
 """LlamaIndex's FunctionAgent, ReActAgent and AgentWorkflow."""
 
-import asyncio
 from typing import Any
 
 from llama_index.core.agent.react.output_parser import ReActOutputParser
@@ -10,72 +9,57 @@ from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import Context
 from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 
-from ..driver import CHAT, Agent, Program, Question, Scenario, Setting
-from ..scenarios import TOOLS, action
+from .. import cast
+from ..driver import CHAT, Agent
+from ..scenarios import action
 from . import LlamaIndex
 
 DRIVER = LlamaIndex
 
 
-def program(scenario: Scenario, setting: Setting) -> Program:
-    """The scenario's agents, made once."""
-    if any(agent.answers for agent in scenario.agents):
-        raise NotImplementedError
-    teams = [_asked(agent, scenario, setting) for agent in scenario.agents] * scenario.samples
+class Cast(cast.Cast):
+    """An agent that hands over is a workflow of several."""
 
-    async def run(question: Question) -> None:
-        await asyncio.gather(*(team.run(question.text, max_iterations=30) for team in teams))
+    def agent(self, agent: Agent) -> Any:
+        if agent.answers:
+            raise NotImplementedError
+        if not agent.handoffs:
+            return self._member(agent)
+        return AgentWorkflow([self._member(member) for member in agent.everyone()], root_agent=agent.name)
 
-    return run
+    async def ask(self, agent: Any, task: str) -> Any:
+        return await agent.run(task, max_iterations=30)
 
+    def _member(self, agent: Agent) -> BaseWorkflowAgent:
+        options: dict[str, Any] = {
+            "name": agent.name,
+            "description": f"The {agent.name}.",
+            "system_prompt": agent.prompt,
+            "llm": self._model(),
+            "streaming": self.setting.streaming,
+            "tools": [
+                *self.tools(agent, FunctionTool.from_defaults),
+                *(_handing_over(other.name) for other in agent.handoffs),
+            ],
+        }
+        if self.scenario.react:
+            return ReActAgent(output_parser=_Actions(), **options)
+        # Each handoff is a tool of its own in the scenarios.
+        return _Keeping(keeps=agent.keeps, can_handoff_to=[], **options)
 
-def _asked(agent: Agent, scenario: Scenario, setting: Setting) -> Any:
-    if not agent.handoffs:
-        return _agent(agent, scenario, setting)
-    team = [_agent(member, scenario, setting) for member in agent.everyone()]
-    return AgentWorkflow(team, root_agent=agent.name)
-
-
-def _agent(agent: Agent, scenario: Scenario, setting: Setting) -> BaseWorkflowAgent:
-    options: dict[str, Any] = {
-        "name": agent.name,
-        "description": f"The {agent.name}.",
-        "system_prompt": agent.prompt,
-        "llm": _model(scenario, setting),
-        "streaming": setting.streaming,
-        "tools": [
-            *(FunctionTool.from_defaults(TOOLS[name]) for name in agent.tools),
-            *(_consulting(expert, scenario, setting) for expert in agent.experts),
-            *(_handing_over(other.name) for other in agent.handoffs),
-        ],
-    }
-    if scenario.react:
-        return ReActAgent(output_parser=_Actions(), **options)
-    # Each handoff is a tool of its own in the scenarios.
-    return _Keeping(keeps=agent.keeps, can_handoff_to=[], **options)
-
-
-def _model(scenario: Scenario, setting: Setting) -> Any:
-    kind = OpenAILike if setting.api == CHAT else OpenAILikeResponses
-    only_chat: dict[str, Any] = {"is_chat_model": True} if setting.api == CHAT else {}
-    return kind(
-        model="default",
-        api_base=setting.base_url,
-        api_key=setting.api_key,
-        max_retries=setting.retries,
-        is_function_calling_model=True,
-        additional_kwargs=scenario.sampling,
-        **only_chat,
-    )
-
-
-def _consulting(expert: Agent, scenario: Scenario, setting: Setting) -> FunctionTool:
-    agent = _agent(expert, scenario, setting)
-
-    async def consult(task: str) -> str:
-        return str(await agent.run(task, max_iterations=30))
-
-    return FunctionTool.from_defaults(async_fn=consult, name=expert.name, description=f"Ask the {expert.name}.")
+    def _model(self) -> Any:
+        setting = self.setting
+        kind = OpenAILike if setting.api == CHAT else OpenAILikeResponses
+        only_chat: dict[str, Any] = {"is_chat_model": True} if setting.api == CHAT else {}
+        return kind(
+            model="default",
+            api_base=setting.base_url,
+            api_key=setting.api_key,
+            max_retries=setting.retries,
+            is_function_calling_model=True,
+            additional_kwargs=self.scenario.sampling,
+            **only_chat,
+        )
 
 
 def _handing_over(name: str) -> FunctionTool:

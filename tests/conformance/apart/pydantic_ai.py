@@ -1,72 +1,70 @@
 """pydantic-ai's agents, which consult each other in tools and hand over in output functions."""
 
-import asyncio
 import functools
+import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import openai
-from pydantic_ai import Agent, ModelRetry, NativeOutput, RunContext, ToolOutput
+import pydantic_ai
+from pydantic_ai import ModelRetry, NativeOutput, RunContext, ToolOutput
 from pydantic_ai.capabilities import ProcessHistory
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from .. import driver as scenarios
-from ..driver import CHAT, Program, Question, Setting
-from ..scenarios import TOOLS
+from .. import cast
+from ..driver import CHAT, Agent
 from . import PydanticAI
 
 DRIVER = PydanticAI
 
 
-def program(scenario: scenarios.Scenario, setting: Setting) -> Program:
-    """The scenario's agents, made once."""
-    if scenario.react:
-        raise NotImplementedError
-    agents = [_agent(agent, scenario, setting) for agent in scenario.asked]
+class Cast(cast.Cast):
+    """Agents stream to a handler of events."""
 
-    async def run(question: Question) -> None:
-        await asyncio.gather(*(_run(agent, question.text, setting) for agent in agents))
+    def agent(self, agent: Agent) -> pydantic_ai.Agent:
+        def forget(messages: list[Any]) -> list[Any]:
+            return [messages[0], *messages[1:][-agent.keeps :]] if agent.keeps else messages
 
-    return run
+        handoffs = [self._handing_over(other) for other in agent.handoffs]
+        return pydantic_ai.Agent(
+            self._model(),
+            name=agent.name,
+            instructions=agent.prompt,
+            tools=self.tools(agent, _failing_softly),
+            output_type=NativeOutput(agent.answers) if agent.answers else [str, *handoffs],
+            retries=3,
+            capabilities=[ProcessHistory(forget)],
+        )
 
+    async def ask(self, agent: pydantic_ai.Agent, task: str | None, **options: Any) -> Any:
+        async def hear(_: Any, events: AsyncIterator[Any]) -> None:
+            async for _ in events:
+                pass
 
-async def _run(agent: Agent, text: str | None, setting: Setting, **options: Any) -> Any:
-    async def hear(_: Any, events: AsyncIterator[Any]) -> None:
-        async for _ in events:
-            pass
+        heard = {"event_stream_handler": hear} if self.setting.streaming else {}
+        return (await agent.run(task, **heard, **options)).output
 
-    heard = {"event_stream_handler": hear} if setting.streaming else {}
-    return (await agent.run(text, **heard, **options)).output
+    def _model(self) -> Any:
+        setting = self.setting
+        client = openai.AsyncOpenAI(base_url=setting.base_url, api_key=setting.api_key, max_retries=setting.retries)
+        kind = OpenAIChatModel if setting.api == CHAT else OpenAIResponsesModel
+        provider = OpenAIProvider(openai_client=client)
+        return kind("default", provider=provider, settings={"extra_body": self.scenario.sampling})
 
+    def _handing_over(self, other: Agent) -> ToolOutput[Any]:
+        agent = self.agent(other)
 
-def _agent(agent: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> Agent:
-    def forget(messages: list[Any]) -> list[Any]:
-        return [messages[0], *messages[1:][-agent.keeps :]] if agent.keeps else messages
+        async def transfer(context: RunContext[Any]) -> str:
+            return str(await self.ask(agent, None, message_history=context.messages[:-1]))
 
-    handoffs = [_handing_over(other, scenario, setting) for other in agent.handoffs]
-    return Agent(
-        _model(scenario, setting),
-        name=agent.name,
-        instructions=agent.prompt,
-        tools=[
-            *(_failing_softly(TOOLS[name]) for name in agent.tools),
-            *(_consulting(expert, scenario, setting) for expert in agent.experts),
-        ],
-        output_type=NativeOutput(agent.answers) if agent.answers else [str, *handoffs],
-        retries=3,
-        capabilities=[ProcessHistory(forget)],
-    )
-
-
-def _model(scenario: scenarios.Scenario, setting: Setting) -> Any:
-    client = openai.AsyncOpenAI(base_url=setting.base_url, api_key=setting.api_key, max_retries=setting.retries)
-    kind = OpenAIChatModel if setting.api == CHAT else OpenAIResponsesModel
-    return kind("default", provider=OpenAIProvider(openai_client=client), settings={"extra_body": scenario.sampling})
+        return ToolOutput(transfer, name=f"transfer_to_{other.name}")
 
 
 def _failing_softly(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Any other exception ends the agent's run."""
+    """Any other exception ends the agent's run; experts do not fail."""
+    if inspect.iscoroutinefunction(tool):
+        return tool
 
     @functools.wraps(tool)
     def run(**arguments: Any) -> Any:
@@ -76,22 +74,3 @@ def _failing_softly(tool: Callable[..., Any]) -> Callable[..., Any]:
             raise ModelRetry(str(error)) from error
 
     return run
-
-
-def _consulting(expert: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> Callable[..., Any]:
-    agent = _agent(expert, scenario, setting)
-
-    async def consult(task: str) -> str:
-        return str(await _run(agent, task, setting))
-
-    consult.__name__ = expert.name
-    return consult
-
-
-def _handing_over(other: scenarios.Agent, scenario: scenarios.Scenario, setting: Setting) -> ToolOutput[Any]:
-    agent = _agent(other, scenario, setting)
-
-    async def transfer(context: RunContext[Any]) -> str:
-        return str(await _run(agent, None, setting, message_history=context.messages[:-1]))
-
-    return ToolOutput(transfer, name=f"transfer_to_{other.name}")

@@ -18,7 +18,7 @@ from autogen_core.models import AssistantMessage, ChatCompletionClient, ModelInf
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-from ..driver import CHAT, MESSAGES, RESPONSES, Agent, Driver, Program, Question, Scenario, Setting
+from ..driver import CHAT, Agent, Driver, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
 
 _MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
@@ -32,10 +32,6 @@ class AutoGen(Driver):
 
     name = "AutoGen (agl-autogen)"
     apis = (CHAT,)
-    without = {  # noqa: RUF012
-        RESPONSES: "AutoGen's model clients do not speak it.",
-        MESSAGES: "The Anthropic client of AutoGen 0.7.5 sends what anthropic 2.11 refuses (`temperature`).",
-    }
 
     def build(self, scenario: Scenario, setting: Setting) -> Program:
         client = OpenAIChatCompletionClient(
@@ -44,7 +40,7 @@ class AutoGen(Driver):
             api_key=setting.api_key,
             model_info=_MODEL,
             max_retries=setting.retries,
-            **scenario.sampling,
+            extra_body=scenario.sampling,
         )
 
         async def program(question: Question) -> None:

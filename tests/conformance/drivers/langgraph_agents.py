@@ -18,7 +18,7 @@ from langgraph.types import Command
 
 from agl_langchain import AglCallback
 
-from ..driver import ATTACH, CHAT, MESSAGES, RESPONSES, Agent, Driver, Gap, Program, Question, Scenario, Setting
+from ..driver import ATTACH, CHAT, RESPONSES, Agent, Driver, Gap, Program, Question, Scenario, Setting
 from ..scenarios import TOOLS, action
 
 CALLBACK = "AglCallback()"
@@ -29,7 +29,6 @@ class LangChain(Driver):
 
     name = "LangChain, LangGraph (agl-langchain)"
     apis = (CHAT, RESPONSES)
-    without = {MESSAGES: "`langchain-anthropic` is not among the pinned packages."}  # noqa: RUF012
     forms = (ATTACH, CALLBACK)
     gaps = (
         Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),

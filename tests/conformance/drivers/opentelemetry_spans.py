@@ -19,8 +19,7 @@ from agl_otel import AglSpanProcessor
 
 from ...support.testing_aids import instrumenting
 from ..driver import ATTACH, CHAT, MESSAGES, RESPONSES, Driver, Gap, Program, Question, Scenario, Setting
-from .by_hand import NO_CHOICES, Loop, Reporter
-from .conversations import ModelReply, client_of
+from .by_hand import NO_CHOICES, Loop, ModelReply, Reporter, client_of
 
 PROCESSOR = "AglSpanProcessor()"
 OTLP = "OTLP, no agl in the process"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from agents.tracing.processors import default_processor
 
 from agl_openai_agents import AglProcessor
 
-from ..driver import ATTACH, CHAT, MESSAGES, RESPONSES, Agent, Driver, Gap, Program, Question, Scenario, Setting
+from .. import cast
+from ..driver import ATTACH, CHAT, RESPONSES, Agent, Driver, Gap, Program, Scenario, Setting
 from ..scenarios import TOOLS
 
 PROCESSOR = "AglProcessor()"
@@ -36,7 +36,6 @@ class OpenAIAgents(Driver):
 
     name = "OpenAI Agents SDK (agl-openai-agents)"
     apis = (CHAT, RESPONSES)
-    without = {MESSAGES: "The SDK's own models speak the APIs of OpenAI."}  # noqa: RUF012
     forms = (ATTACH, PROCESSOR)
     gaps = (
         Gap("three choices (n)", "The Responses API has no `n`.", apis=(RESPONSES,)),
@@ -56,47 +55,44 @@ class OpenAIAgents(Driver):
     def build(self, scenario: Scenario, setting: Setting) -> Program:
         if setting.form == PROCESSOR:
             agents.add_trace_processor(AglProcessor())
-        members = [_agent(agent, setting, scenario) for agent in scenario.asked]
-        keeps = scenario.agents[0].keeps
-        config = RunConfig(call_model_input_filter=_keeping(keeps)) if keeps else RunConfig()
-
-        async def program(question: Question) -> None:
-            await asyncio.gather(*(_run(member, question.text, setting, config) for member in members))
-
-        return program
+        return Cast(scenario, setting).program()
 
 
-async def _run(agent: SdkAgent[Any], question: str, setting: Setting, config: RunConfig) -> None:
-    if not setting.streaming:
-        await Runner.run(agent, question, run_config=config, max_turns=20)
-        return
-    async for _ in Runner.run_streamed(agent, question, run_config=config, max_turns=20).stream_events():
-        pass
+class Cast(cast.Cast):
+    """An expert is an agent as a tool of the SDK's."""
 
+    def agent(self, agent: Agent) -> SdkAgent[Any]:
+        setting = self.setting
+        client = openai.AsyncOpenAI(base_url=setting.base_url, api_key=setting.api_key, max_retries=setting.retries)
+        return SdkAgent(
+            name=agent.name,
+            instructions=agent.prompt,
+            model=(OpenAIChatCompletionsModel if setting.api == CHAT else OpenAIResponsesModel)("default", client),
+            model_settings=ModelSettings(extra_args=self.scenario.sampling),
+            tools=[
+                *(agents.function_tool(TOOLS[name]) for name in agent.tools),
+                *map(self._consulting, agent.experts),
+            ],
+            handoffs=[self.agent(other) for other in agent.handoffs],
+            output_type=agent.answers,
+        )
 
-def _agent(agent: Agent, setting: Setting, scenario: Scenario) -> SdkAgent[Any]:
-    client = openai.AsyncOpenAI(base_url=setting.base_url, api_key=setting.api_key, max_retries=setting.retries)
-    model = (OpenAIChatCompletionsModel if setting.api == CHAT else OpenAIResponsesModel)("default", client)
-    return SdkAgent(
-        name=agent.name,
-        instructions=agent.prompt,
-        model=model,
-        model_settings=ModelSettings(extra_args=scenario.sampling),
-        tools=[
-            *(agents.function_tool(TOOLS[name]) for name in agent.tools),
-            *(_consulting(expert, setting, scenario) for expert in agent.experts),
-        ],
-        handoffs=[_agent(other, setting, scenario) for other in agent.handoffs],
-        output_type=agent.answers,
-    )
+    async def ask(self, agent: SdkAgent[Any], task: str) -> None:
+        keeps = self.scenario.agents[0].keeps
+        config = RunConfig(call_model_input_filter=_keeping(keeps) if keeps else None)
+        options: Any = {"run_config": config, "max_turns": 20}
+        if not self.setting.streaming:
+            await Runner.run(agent, task, **options)
+            return
+        async for _ in Runner.run_streamed(agent, task, **options).stream_events():
+            pass
 
+    def _consulting(self, expert: Agent) -> Any:
+        async def seen(_: Any) -> None: ...
 
-def _consulting(expert: Agent, setting: Setting, scenario: Scenario) -> Any:
-    async def seen(_: Any) -> None: ...
-
-    return _agent(expert, setting, scenario).as_tool(
-        expert.name, f"Ask the {expert.name}.", parameters=Task, on_stream=seen if setting.streaming else None
-    )
+        return self.agent(expert).as_tool(
+            expert.name, f"Ask the {expert.name}.", parameters=Task, on_stream=seen if self.setting.streaming else None
+        )
 
 
 def _keeping(count: int) -> Any:

@@ -69,14 +69,14 @@ def policy(tmp_path: Path) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.distribution)
 def test_a_suite_gives_what_is_expected(suite: Suite, request: pytest.FixtureRequest) -> None:
     url, key = request.getfixturevalue(suite.server)
     expected = suite.expected
     outcomes = suite.run(expected.release, url, key)
     if os.environ.get("AGL_SUITES") == "write":
         expected = expected.updated(outcomes)
-        expected.write(EXPECTED / f"{suite.name}.txt", suite.distribution)
+        expected.write(EXPECTED / f"{suite.distribution}.txt", suite.distribution)
     assert list(expected.differences(outcomes)) == []
     if suite.distribution != "vllm":
         assert version(suite.distribution) == expected.release

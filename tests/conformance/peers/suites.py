@@ -29,7 +29,6 @@ SECONDS = 120
 class Suite:
     """Tests or examples of another project."""
 
-    name: str
     distribution: str
     about: str
     """Which of its tests are run, and against what."""
@@ -44,7 +43,7 @@ class Suite:
 
     @property
     def expected(self) -> Expected:
-        return Expected.read(EXPECTED / f"{self.name}.txt")
+        return Expected.read(EXPECTED / f"{self.distribution}.txt")
 
     def fetched(self, release: str) -> Path:
         """The unpacked source distribution of a release, which is kept in this environment."""
@@ -180,7 +179,6 @@ class Expected:
 SUITES = (
     Suite(
         "langchain-openai",
-        "langchain-openai",
         "langchain-tests' integration suite for `ChatOpenAI`, with chat completions and Responses.",
         # It has those of chat completions too.
         ("tests/integration_tests/chat_models/test_responses_standard.py",),
@@ -188,13 +186,11 @@ SUITES = (
     ),
     Suite(
         "langchain-anthropic",
-        "langchain-anthropic",
         "langchain-tests' integration suite for `ChatAnthropic`.",
         ("tests/integration_tests/test_standard.py",),
         options=("--disable-recording",),
     ),
     Suite(
-        "openai-python",
         "openai",
         "The client's own tests of creating completions, chat completions and responses, and of listing models.",
         (
@@ -207,12 +203,10 @@ SUITES = (
     ),
     Suite(
         "anthropic",
-        "anthropic",
         "The client's own tests of creating messages, counting tokens, and listing models.",
         ("tests/api_resources/test_messages.py", "tests/api_resources/test_models.py"),
     ),
     Suite(
-        "openai-agents",
         "openai-agents",
         "The SDK's examples of patterns, basics, handoffs and customer service, each as a script of its own. "
         "Left out are the other folders, most of which need hosted tools, voice or other services.",
@@ -221,7 +215,6 @@ SUITES = (
         environment={"OPENAI_AGENTS_DISABLE_TRACING": "1", "EXAMPLES_INTERACTIVE_MODE": "auto"},
     ),
     Suite(
-        "vllm",
         "vllm",
         "vLLM's tests of its OpenAI and Anthropic APIs, as far as they ask a server about text.",
         tuple(

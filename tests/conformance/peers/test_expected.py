@@ -7,7 +7,7 @@ import pytest
 from .suites import PASSES, SUITES, VARIES, Expected, Suite
 
 
-@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.distribution)
 def test_each_test_is_listed_once_and_what_does_not_pass_has_a_reason(suite: Suite) -> None:
     groups = suite.expected.groups
     tests = [test for group in groups.values() for test in group]
