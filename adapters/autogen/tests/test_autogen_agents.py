@@ -20,7 +20,7 @@ from autogen_agentchat.tools import AgentTool
 from autogen_core import AgentId, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, rpc
 from autogen_core.models import ModelInfo, UserMessage
 from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
-from autogen_core.tools import FunctionTool, StaticWorkbench, TextResultContent, ToolOverride, ToolResult, Workbench
+from autogen_core.tools import FunctionTool, StaticWorkbench, TextResultContent, ToolOverride, ToolResult
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from agl_autogen import plugin, record
@@ -230,29 +230,19 @@ async def test_an_override_goes_by_the_name_that_the_model_knows(run: Any) -> No
     assert (tool_result.tool, tool_result.result) == ("plus", "3")
 
 
-class Remote(Workbench):
-    """A workbench whose tools are elsewhere, as those of an MCP server are."""
+class Remote(StaticWorkbench):
+    """A workbench of the user's own, whose tools are elsewhere, as those of an MCP server are."""
 
-    def __init__(self, result: str | Exception, is_error: bool = False) -> None:
-        self._result, self._is_error = result, is_error
-
-    async def list_tools(self) -> Any:
-        return [{"name": "fetch", "description": "Fetch."}]
+    def __init__(self, outcome: str | Exception, is_error: bool = False) -> None:
+        super().__init__([FunctionTool(add, "Fetch.", name="fetch")])
+        self._outcome, self._is_error = outcome, is_error
 
     async def call_tool(
         self, name: str, arguments: Any = None, cancellation_token: Any = None, call_id: str | None = None
     ) -> ToolResult:
-        if isinstance(self._result, Exception):
-            raise self._result
-        return ToolResult(name=name, result=[TextResultContent(content=self._result)], is_error=self._is_error)
-
-    async def start(self) -> None: ...
-    async def stop(self) -> None: ...
-    async def reset(self) -> None: ...
-    async def save_state(self) -> Mapping[str, Any]:
-        return {}
-
-    async def load_state(self, state: Mapping[str, Any]) -> None: ...
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return ToolResult(name=name, result=[TextResultContent(content=self._outcome)], is_error=self._is_error)
 
 
 @pytest.mark.parametrize(

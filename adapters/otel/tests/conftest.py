@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,7 @@ from testing_aids import instrumenting
 import agl_core
 from agl_core.plugins import Plugins
 from agl_otel import plugin, watching
-from agl_server.store.sqlite import SqliteStore
 from agl_server.testing import Stack, no_problems, running_stack  # noqa: F401
-
-from .otlp_intake import IntakeStack
 
 
 @pytest.fixture(scope="session")
@@ -34,12 +30,9 @@ async def stack() -> AsyncIterator[Stack]:
 
 
 @pytest.fixture
-async def intake(plugins: Plugins, tmp_path: Path) -> AsyncIterator[IntakeStack]:
-    async with (
-        SqliteStore(tmp_path / "store.sqlite") as store,
-        running_stack(store=store, hook=plugins.hook) as stack,
-    ):
-        yield IntakeStack(stack)
+async def intake(plugins: Plugins) -> AsyncIterator[Stack]:
+    async with running_stack(hook=plugins.hook) as stack:
+        yield stack
 
 
 @pytest.fixture(autouse=True)

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from agl_core.types import AttemptKey, Ending
-from agl_core.wire import CloseRequest
-from agl_server.testing import Stack
+from agl_core.types import AttemptKey
+from agl_server.testing import LeasedAttempt, Stack
 
 USER = {"role": "user", "content": "1 + 2?"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 """A tool, as a request offers it."""
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+PATIENCE = 120.0
+"""Seconds for any part of a request: 32 MiB through one event loop take long where others need the machine too."""
 
 
 def agent_named(name: str) -> dict[str, Any]:
@@ -34,31 +36,29 @@ async def ask(client: Any, *messages: dict[str, Any], **options: Any) -> Any:
     return reply.choices[0].message
 
 
-@dataclass
-class IntakeStack:
-    """A Lightning Server, seen by those who export to it."""
+async def post(
+    stack: Stack, body: bytes, kind: str = PROTOBUF, key: AttemptKey | None = None, holder: Any = None, **headers: str
+) -> httpx.Response:
+    """POST to the address of attempt `key`, with the agent's key of `holder`, by default the same."""
+    bearer = {"authorization": f"Bearer {stack.key(holder or key or AttemptKey('nobody', 0))}"}
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        url = f"{stack.url(key)}/traces"
+        return await client.post(url, content=body, headers={"content-type": kind, **bearer, **named})
 
-    stack: Stack
 
-    def authorization(self, key: AttemptKey) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.stack.key(key)}"}
-
-    def url(self, key: AttemptKey | None = None) -> str:
-        return f"{self.stack.url(key)}/traces"
-
-    @contextlib.contextmanager
-    def exporting(self, key: AttemptKey, **headers: str) -> Iterator[TracerProvider]:
-        """A tracer provider whose spans go to the server when, and only when, it is flushed with `flush`."""
-        exporter = OTLPSpanExporter(self.url(key), headers={**self.authorization(key), **headers}, timeout=60)
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
-        try:
-            yield provider
-        finally:
-            provider.shutdown()
-
-    async def close(self, key: AttemptKey) -> None:
-        await self.stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
+@contextlib.contextmanager
+def exporting(attempt: LeasedAttempt) -> Iterator[TracerProvider]:
+    """A tracer provider whose spans go to the server when, and only when, it is flushed with `flush`."""
+    stack, key = attempt.stack, attempt.key
+    headers = {"authorization": f"Bearer {stack.key(key)}"}
+    exporter = OTLPSpanExporter(f"{stack.url(key)}/traces", headers=headers, timeout=60)
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
+    try:
+        yield provider
+    finally:
+        provider.shutdown()
 
 
 async def flush(provider: TracerProvider) -> None:

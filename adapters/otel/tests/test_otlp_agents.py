@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInference
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
@@ -18,9 +17,10 @@ from opentelemetry.trace import StatusCode, Tracer
 from testing_aids import run_python
 
 from agl_core.testing.scripts import CallTools, Say
-from agl_core.types import Episode, Source, ToolResult, ToolStatus
+from agl_core.types import Episode, Source, ToolStatus
+from agl_server.testing import Stack
 
-from .otlp_intake import ADD, USER, IntakeStack, agent_named, ask, exported, flush
+from .otlp_intake import ADD, JSON, USER, agent_named, ask, exported, exporting, flush, post
 
 GENAI_AGENT = agent_named("solver")
 OPENINFERENCE_AGENT = {"openinference.span.kind": "AGENT", "agent.name": "solver"}
@@ -69,14 +69,14 @@ VOCABULARIES = {
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 async def test_each_vocabulary_names_agents_and_tells_tool_results(
-    vocabulary: str, intake: IntakeStack, instrument: Any
+    vocabulary: str, intake: Stack, instrument: Any
 ) -> None:
     instrumentor, agent, tool = VOCABULARIES[vocabulary]
-    key = await intake.stack.lease()
-    intake.stack.upstream.script(CallTools([("add", {"a": 1}), ("add", {"a": 2})]), Say("3"))
-    with intake.exporting(key) as provider:
+    attempt = await intake.attempt()
+    intake.upstream.script(CallTools([("add", {"a": 1}), ("add", {"a": 2})]), Say("3"))
+    with exporting(attempt) as provider:
         instrument(instrumentor, provider)
-        tracer, client = provider.get_tracer("agent"), intake.stack.client(key)
+        tracer, client = provider.get_tracer("agent"), intake.client(attempt.key)
         with tracer.start_as_current_span("solver", attributes=agent):
             message = await ask(client, USER, tools=[ADD])
             first, second = message.tool_calls
@@ -86,9 +86,7 @@ async def test_each_vocabulary_names_agents_and_tells_tool_results(
                 raise TimeoutError("5 s")
             await ask(client, USER)
         await flush(provider)
-    await intake.close(key)
-
-    episode = await intake.stack.episode(key)
+    episode = await attempt.close()
     assert [t.agent for t in episode.transitions] == ["solver", "solver"]
     assert all(t.has_ids for t in episode.transitions)
     ok, late = episode.transitions[0].tool_results
@@ -98,9 +96,9 @@ async def test_each_vocabulary_names_agents_and_tells_tool_results(
     assert episode.unjoined == ()
 
 
-async def test_a_call_whose_span_is_inside_the_span_of_another_has_a_name(intake: IntakeStack) -> None:
-    key = await intake.stack.lease()
-    client = intake.stack.client(key)
+async def test_a_call_whose_span_is_inside_the_span_of_another_has_a_name(intake: Stack) -> None:
+    attempt = await intake.attempt()
+    client = intake.client(attempt.key)
     ids = [(await client.chat.completions.create(model="default", messages=[USER])).id for _ in range(2)]
 
     def nested(tracer: Any) -> None:
@@ -109,57 +107,54 @@ async def test_a_call_whose_span_is_inside_the_span_of_another_has_a_name(intake
                 attributes = {"gen_ai.operation.name": "chat", "gen_ai.response.id": id}
                 open_spans.enter_context(tracer.start_as_current_span("chat", attributes=attributes))
 
-    await export(intake, key, exported(nested))
-    await intake.close(key)
-    assert [t.agent for t in (await intake.stack.episode(key)).transitions] == ["solver", "solver"]
+    await post(intake, exported(nested).SerializeToString(), key=attempt.key)
+    assert [t.agent for t in (await attempt.close()).transitions] == ["solver", "solver"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_several_instrumentations_at_once_are_one_call(
-    stream: bool, intake: IntakeStack, instrument: Any
-) -> None:
-    key = await intake.stack.lease()
-    with intake.exporting(key) as provider:
+async def test_several_instrumentations_at_once_are_one_call(stream: bool, intake: Stack, instrument: Any) -> None:
+    attempt = await intake.attempt()
+    with exporting(attempt) as provider:
         for instrumentor in (OpenLLMetry, OpenInference):
             instrument(instrumentor, provider)
-        tracer, client = provider.get_tracer("agent"), intake.stack.client(key)
+        tracer, client = provider.get_tracer("agent"), intake.client(attempt.key)
         with tracer.start_as_current_span("solver", attributes=GENAI_AGENT) as span:
             reply = await client.chat.completions.create(model="default", messages=[USER], stream=stream)
             if stream:
                 async for _ in reply:
                     pass
         await flush(provider)
-    (call,) = await intake.stack.calls(key)
+    (call,) = await attempt.calls()
     assert call.agent == "solver"
     assert call.parent_span == f"{span.get_span_context().span_id:016x}"
 
 
-async def test_agents_whose_spans_come_in_batches(intake: IntakeStack, instrument: Any) -> None:
+async def test_agents_whose_spans_come_in_batches(intake: Stack, instrument: Any) -> None:
     """The agent's own span ends last: its name is known batches after the calls."""
-    key = await intake.stack.lease()
-    intake.stack.upstream.script(CallTools([("add", {})]), Say("3"))
-    with intake.exporting(key) as provider:
+    attempt = await intake.attempt()
+    intake.upstream.script(CallTools([("add", {})]), Say("3"))
+    with exporting(attempt) as provider:
         instrument(GenAI, provider)
-        tracer, client = provider.get_tracer("agent"), intake.stack.client(key)
+        tracer, client = provider.get_tracer("agent"), intake.client(attempt.key)
         with tracer.start_as_current_span("invoke_agent solver", attributes=GENAI_AGENT):
             with tracer.start_as_current_span("step", attributes={"graph.node.id": "plan"}):
                 message = await ask(client, USER, tools=[ADD])
             await flush(provider)
-            assert [call.agent for call in await intake.stack.calls(key)] == ["plan"]
+            assert [call.agent for call in await attempt.calls()] == ["plan"]
             with tracer.start_as_current_span("add", attributes=genai_tool(message.tool_calls[0], "[]")):
                 pass
             await flush(provider)
-            (before,) = await intake.stack.store.tool_results([key])
+            (before,) = await intake.store.tool_results([attempt.key])
         await flush(provider)
-    (call,) = await intake.stack.calls(key)
-    (tool_result,) = await intake.stack.store.tool_results([key])
+    (call,) = await attempt.calls()
+    (tool_result,) = await intake.store.tool_results([attempt.key])
     assert (before.agent, before.status) == (None, ToolStatus.EMPTY)
     assert (call.agent, tool_result.agent, tool_result.id) == ("solver", "solver", before.id)
 
 
-async def test_a_span_that_comes_again_changes_nothing(intake: IntakeStack) -> None:
+async def test_a_span_that_comes_again_changes_nothing(intake: Stack) -> None:
     """A process that the agent starts may have its key, and know the ids of its spans."""
-    key = await intake.stack.lease()
+    attempt = await intake.attempt()
 
     def run(result: str, failed: bool) -> Any:
         def make(tracer: Tracer) -> None:
@@ -171,54 +166,47 @@ async def test_a_span_that_comes_again_changes_nothing(intake: IntakeStack) -> N
     first, forged = run("3", failed=True), run("4", failed=False)
     (original,), (again,) = (request.resource_spans[0].scope_spans[0].spans for request in (first, forged))
     again.trace_id, again.span_id = original.trace_id, original.span_id
-    before = await export(intake, key, first)
-    assert await export(intake, key, forged) == before
-    await intake.close(key)
-    assert await intake.stack.store.tool_results([key]) == before
+    await post(intake, first.SerializeToString(), key=attempt.key)
+    before = await intake.store.tool_results([attempt.key])
+    await post(intake, forged.SerializeToString(), key=attempt.key)
+    await attempt.close()
+    assert await intake.store.tool_results([attempt.key]) == before
     assert [(o.status, o.source, o.adapter) for o in before] == [(ToolStatus.ERROR, Source.SPAN, "otel")]
 
 
-async def export(intake: IntakeStack, key: Any, request: Any) -> list[ToolResult]:
-    async with httpx.AsyncClient() as client:
-        headers = {**intake.authorization(key), "content-type": "application/x-protobuf"}
-        reply = await client.post(intake.url(key), content=request.SerializeToString(), headers=headers)
-        assert reply.status_code == 200
-    return await intake.stack.store.tool_results([key])
-
-
-async def test_what_the_agents_own_process_told_by_header_stays(intake: IntakeStack, instrument: Any) -> None:
-    key = await intake.stack.lease()
-    with intake.exporting(key) as provider:
+async def test_what_the_agents_own_process_told_by_header_stays(intake: Stack, instrument: Any) -> None:
+    attempt = await intake.attempt()
+    with exporting(attempt) as provider:
         instrument(OpenLLMetry, provider)
         headers = {"x-agl-agent": "told", "x-agl-parent-span": "its own"}
         with provider.get_tracer("agent").start_as_current_span("solver", attributes=GENAI_AGENT):
-            await ask(intake.stack.client(key), USER, extra_headers=headers)
+            await ask(intake.client(attempt.key), USER, extra_headers=headers)
         await flush(provider)
-    (call,) = await intake.stack.calls(key)
+    (call,) = await attempt.calls()
     assert (call.agent, call.parent_span) == ("told", "its own")
 
 
 async def test_spans_after_the_end_change_nothing(
-    intake: IntakeStack, instrument: Any, caplog: pytest.LogCaptureFixture
+    intake: Stack, instrument: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    key = await intake.stack.lease()
-    with intake.exporting(key) as provider:
+    attempt = await intake.attempt()
+    with exporting(attempt) as provider:
         instrument(OpenLLMetry, provider)
         tracer = provider.get_tracer("agent")
         with tracer.start_as_current_span("solver", attributes=GENAI_AGENT):
-            await ask(intake.stack.client(key), USER)
+            await ask(intake.client(attempt.key), USER)
             with tracer.start_as_current_span("add", attributes=genai_tool(CALL, "3")):
                 pass
-        await intake.close(key)
+        await attempt.close()
         await flush(provider)
-    (call,) = await intake.stack.calls(key)
+    (call,) = await attempt.calls()
     assert call.agent is None
-    assert await intake.stack.store.tool_results([key]) == []
+    assert await intake.store.tool_results([attempt.key]) == []
     assert caplog.text.count("flush before the agent returns") == 1
 
 
-async def test_an_agent_in_another_process_by_environment_alone(intake: IntakeStack) -> None:
-    key = await intake.stack.lease()
+async def test_an_agent_in_another_process_by_environment_alone(intake: Stack) -> None:
+    attempt = await intake.attempt()
     program = """
         import openai
         from opentelemetry import trace
@@ -235,16 +223,15 @@ async def test_an_agent_in_another_process_by_environment_alone(intake: IntakeSt
         with trace.get_tracer("agent").start_as_current_span("invoke_agent", attributes=attributes):
             openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
     """
-    base_url = intake.url(key).removesuffix("/v1/traces")
     environment = {
-        "OPENAI_BASE_URL": intake.stack.url(key),
-        "OPENAI_API_KEY": intake.stack.key(key),
-        "OTEL_EXPORTER_OTLP_ENDPOINT": base_url,
-        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{intake.stack.key(key)}",
+        "OPENAI_BASE_URL": intake.url(attempt.key),
+        "OPENAI_API_KEY": intake.key(attempt.key),
+        "OTEL_EXPORTER_OTLP_ENDPOINT": intake.url(attempt.key).removesuffix("/v1"),
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{intake.key(attempt.key)}",
         "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
     }
     await asyncio.to_thread(run_python, program, env=environment)
-    assert [call.agent for call in await intake.stack.calls(key)] == ["far away"]
+    assert [call.agent for call in await attempt.calls()] == ["far away"]
 
 
 RAN = (
@@ -255,23 +242,20 @@ RAN = (
 RECORDED = Path(__file__).parent / "recorded"
 
 
-async def replayed(name: str, intake: IntakeStack) -> Episode:
+async def replayed(name: str, intake: Stack) -> Episode:
     """The same calls through the gateway, which gives replies ids of its own, and the same export with these."""
     recorded = json.loads((RECORDED / f"{name}.json").read_text())
     export = json.dumps(recorded["export"])
-    key = await intake.stack.lease()
-    client = intake.stack.client(key)
+    attempt = await intake.attempt()
+    client = intake.client(attempt.key)
     for exchange in recorded["exchanges"]:
         reply = exchange["reply"]
-        intake.stack.upstream.script(Say(reply) if isinstance(reply, str) else CallTools([tuple(t) for t in reply]))
+        intake.upstream.script(Say(reply) if isinstance(reply, str) else CallTools([tuple(t) for t in reply]))
         completion = await client.chat.completions.create(model="default", messages=exchange["messages"])
         export = export.replace(json.dumps(exchange["id"]), json.dumps(completion.id))
-    headers = {**intake.authorization(key), "content-type": "application/json"}
-    async with httpx.AsyncClient() as http:
-        taken = await http.post(intake.url(key), content=export, headers=headers)
-        assert taken.json().get("partialSuccess", {}) == {}
-    await intake.close(key)
-    return await intake.stack.episode(key)
+    taken = await post(intake, export.encode(), JSON, attempt.key)
+    assert taken.json().get("partialSuccess", {}) == {}
+    return await attempt.close()
 
 
 def seen(episode: Episode) -> list[tuple[Any, ...]]:
@@ -283,7 +267,7 @@ def seen(episode: Episode) -> list[tuple[Any, ...]]:
     ]
 
 
-async def test_vercels_ai_sdk(intake: IntakeStack) -> None:
+async def test_vercels_ai_sdk(intake: Stack) -> None:
     """The functionId names the agent; the message of a tool that threw is only the text of its error."""
     episode = await replayed("vercel_ai", intake)
     agents = [transition.agent for transition in episode.transitions]
@@ -306,7 +290,7 @@ async def test_vercels_ai_sdk(intake: IntakeStack) -> None:
     assert {t.agent for t in solver} == {"solver"}
 
 
-async def test_strands(intake: IntakeStack) -> None:
+async def test_strands(intake: Stack) -> None:
     """Its spans have results and arguments in events; of a status dictionary, the model gets the text alone."""
     episode = await replayed("strands", intake)
     assert [(id, tool, status, result) for id, tool, status, result, _ in seen(episode) if id != "c5"] == [
@@ -325,7 +309,7 @@ async def test_strands(intake: IntakeStack) -> None:
     assert episode.unjoined == ()
 
 
-async def test_google_adk(intake: IntakeStack) -> None:
+async def test_google_adk(intake: Stack) -> None:
     """Its spans have no results by default: status and result are those of the conversation."""
     episode = await replayed("google_adk", intake)
     assert [(id, status, rule) for id, _, status, _, rule in seen(episode)] == [
@@ -342,7 +326,7 @@ async def test_google_adk(intake: IntakeStack) -> None:
     assert episode.unjoined == ()
 
 
-async def test_llama_index_with_openinference(intake: IntakeStack) -> None:
+async def test_llama_index_with_openinference(intake: Stack) -> None:
     """Its tool spans have no ids, and the model gets the bare text of an exception: tool and arguments join them."""
     episode = await replayed("llama_index", intake)
     assert [result[:4] for result in seen(episode)] == [

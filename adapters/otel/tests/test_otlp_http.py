@@ -22,12 +22,9 @@ from agl_core.wire import MAX_VALUES
 from agl_otel.intake import _decoded
 from agl_otel.spans import SpanTree, see
 from agl_server.http.listening import MAX_AGENT_BODY
+from agl_server.testing import Stack
 
-from .otlp_intake import IntakeStack, exported
-
-PROTOBUF, JSON = "application/x-protobuf", "application/json"
-PATIENCE = 120.0
-"""Seconds for any part of a request: 32 MiB through one event loop take long where others need the machine too."""
+from .otlp_intake import JSON, PROTOBUF, exported, post
 
 
 def tools(tracer: Tracer) -> None:
@@ -53,16 +50,6 @@ def as_json(request: Any) -> dict[str, Any]:
     return body
 
 
-async def post(
-    intake: IntakeStack, body: bytes, kind: str = PROTOBUF, key: Any = None, holder: Any = None, **headers: str
-) -> httpx.Response:
-    """POST to the address of attempt `key`, with the agent's key of `holder`, by default the same."""
-    bearer = intake.authorization(holder or key or AttemptKey("nobody", 0))
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    async with httpx.AsyncClient(timeout=PATIENCE) as client:
-        return await client.post(intake.url(key), content=body, headers={"content-type": kind, **bearer, **named})
-
-
 def refused(response: httpx.Response) -> tuple[int, str]:
     """How many spans a reply says were refused, and why."""
     assert response.status_code == 200
@@ -73,8 +60,8 @@ def refused(response: httpx.Response) -> tuple[int, str]:
 
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("kind", [PROTOBUF, JSON])
-async def test_protobuf_and_json_plain_and_gzip(kind: str, zipped: bool, intake: IntakeStack) -> None:
-    key = await intake.stack.lease()
+async def test_protobuf_and_json_plain_and_gzip(kind: str, zipped: bool, intake: Stack) -> None:
+    key = await intake.lease()
     request = exported(tools)
     body = request.SerializeToString() if kind == PROTOBUF else json.dumps(as_json(request)).encode()
     if zipped:
@@ -84,7 +71,7 @@ async def test_protobuf_and_json_plain_and_gzip(kind: str, zipped: bool, intake:
     )
     assert (response.status_code, response.headers["content-type"]) == (200, kind)
     assert response.content == (b"" if kind == PROTOBUF else b"{}")
-    tool_results = {o.tool: o for o in await intake.stack.store.tool_results([key])}
+    tool_results = {o.tool: o for o in await intake.store.tool_results([key])}
     look_up, failed = tool_results["look_up"], tool_results["fail"]
     assert (look_up.status, look_up.tool_call_id, look_up.result) == (ToolStatus.OK, "c1", '{"n": 1}')
     assert (failed.status, failed.tool_call_id, failed.error) == (ToolStatus.ERROR, None, "no such table")
@@ -97,13 +84,13 @@ async def test_protobuf_and_json_plain_and_gzip(kind: str, zipped: bool, intake:
     assert 1.7e9 < look_up.started <= look_up.ended
 
 
-async def test_spans_without_a_valid_id_are_counted(intake: IntakeStack) -> None:
-    key = await intake.stack.lease()
+async def test_spans_without_a_valid_id_are_counted(intake: Stack) -> None:
+    key = await intake.lease()
     request = exported(tools)
     request.resource_spans[0].scope_spans[0].spans[0].span_id = b"short"
     count, why = refused(await post(intake, request.SerializeToString(), key=key))
     assert (count, "id is not valid" in why) == (1, True)
-    assert len(await intake.stack.store.tool_results([key])) == 1
+    assert len(await intake.store.tool_results([key])) == 1
     body = as_json(exported(tools))
     body["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["spanId"] = "ab"
     response = await post(intake, json.dumps(body).encode(), JSON, key)
@@ -137,27 +124,27 @@ async def test_spans_without_a_valid_id_are_counted(intake: IntakeStack) -> None
     ],
 )
 async def test_what_is_malformed_or_carries_no_key_is_refused(
-    status: int, kind: str, change: dict[str, Any], intake: IntakeStack
+    status: int, kind: str, change: dict[str, Any], intake: Stack
 ) -> None:
-    change = {"key": await intake.stack.lease(), **change} if status in (400, 413, 415) else dict(change)
+    change = {"key": await intake.lease(), **change} if status in (400, 413, 415) else dict(change)
     response = await post(intake, change.pop("body", b"{}" if kind == JSON else b""), kind, **change)
     assert response.status_code == status
     assert response.json()["error"]["message"]
 
 
-async def test_the_key_says_whose_spans_they_are(intake: IntakeStack) -> None:
+async def test_the_key_says_whose_spans_they_are(intake: Stack) -> None:
     """Whatever their resource says."""
-    own, other = await intake.stack.lease(), await intake.stack.lease()
+    own, other = await intake.lease(), await intake.lease()
     body = exported(tools, **{"agl.rollout": f"{other.rollout}/0"}).SerializeToString()
     assert (await post(intake, body, key=other, holder=own)).status_code == 401
     assert (await post(intake, body, holder=own, x_agl_rollout=f"{other.rollout}/0")).status_code == 401
     assert refused(await post(intake, body, holder=own))[0] == 0
-    assert len(await intake.stack.store.tool_results([own])) == 2
-    assert await intake.stack.store.tool_results([other]) == []
+    assert len(await intake.store.tool_results([own])) == 2
+    assert await intake.store.tool_results([other]) == []
 
 
-async def test_an_attempt_has_room_for_so_many_spans(intake: IntakeStack) -> None:
-    key = await intake.stack.lease()
+async def test_an_attempt_has_room_for_so_many_spans(intake: Stack) -> None:
+    key = await intake.lease()
 
     def many(tracer: Tracer) -> None:
         for _ in range(5_001):
@@ -170,11 +157,9 @@ async def test_an_attempt_has_room_for_so_many_spans(intake: IntakeStack) -> Non
     assert (count, "10000 spans already" in why) == (5_001, True)
 
 
-async def test_a_store_that_fails_asks_for_the_export_again(
-    intake: IntakeStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = await intake.stack.lease()
-    store, body = intake.stack.store, exported(tools).SerializeToString()
+async def test_a_store_that_fails_asks_for_the_export_again(intake: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = await intake.lease()
+    store, body = intake.store, exported(tools).SerializeToString()
 
     async def fail(*_: Any) -> None:
         raise StoreError("the disk is full")

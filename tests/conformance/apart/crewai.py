@@ -9,8 +9,7 @@ from typing import Any
 from crewai import LLM, Crew, Task
 from crewai import Agent as CrewAgent
 from crewai.hooks import LLMCallHookContext, register_before_llm_call_hook, unregister_before_llm_call_hook
-from crewai.tools import BaseTool
-from pydantic import BaseModel, PrivateAttr, create_model
+from crewai.tools import tool
 
 from .. import cast
 from ..driver import Agent, Scenario, Setting
@@ -33,7 +32,7 @@ class Cast(cast.Cast):
         def crew(question: str) -> Crew:
             # Its system prompt begins with "You are ROLE.".
             about = {"role": agent.name, "goal": "Answer.", "backstory": "You know it."}
-            member = CrewAgent(llm=self._models[agent.name], tools=self.tools(agent, FunctionTool), **about)
+            member = CrewAgent(llm=self._models[agent.name], tools=self.tools(agent, tool), **about)
             task = Task(description=question, expected_output="An answer.", agent=member)
             return Crew(agents=[member], tasks=[task], verbose=False, cache=False)
 
@@ -80,19 +79,3 @@ def _forgetting(names: set[str]) -> Iterator[None]:
         yield
     finally:
         unregister_before_llm_call_hook(forget)
-
-
-class FunctionTool(BaseTool):  # type: ignore[misc]
-    """A function as a tool."""
-
-    _function: Callable[..., Any] = PrivateAttr()
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        kinds = {"int": int, "str": str}
-        given = {name: (kinds[kind], ...) for name, kind in function.__annotations__.items() if name != "return"}
-        schema: type[BaseModel] = create_model(function.__name__, **given)  # type: ignore[call-overload]
-        super().__init__(name=function.__name__, description=function.__doc__ or "", args_schema=schema)
-        self._function = function
-
-    def _run(self, **given: Any) -> Any:
-        return self._function(**given)
