@@ -340,23 +340,6 @@ def processor(exports: Exports) -> AglProcessor:
     return processor
 
 
-async def test_an_agent_with_tools(run: Any, processor: AglProcessor, server: Any) -> None:
-    server.answer = in_turn(CallTools([("add", {"a": 1, "b": 2}), ("broken", {})]), Say("3"))
-    server.returns_ids = True
-    await run(named("solver", add, broken))
-
-    (episode,) = processor.episodes()
-    assert (episode.ending, episode.unjoined) == (Ending.FINISHED, ())
-    assert episode.task.input["workflow_name"] == "Agent workflow"
-    first, second = episode.transitions
-    assert [(t.agent, t.agent_turn, t.has_ids) for t in (first, second)] == [("solver", 0, True), ("solver", 1, True)]
-    assert [(o.tool, o.result, o.error, str(o.status)) for o in first.tool_results] == [
-        ("add", 3, None, "ok"),
-        ("broken", None, "ValueError: boom", "error"),
-    ]
-    assert not {"x-agl-agent", "x-agl-rollout"} & server.received[0].headers.keys(), "the endpoint is none of agl's"
-
-
 async def test_each_run_is_an_episode_and_so_is_a_workflow_of_several(processor: AglProcessor, server: Any) -> None:
     server.answer = lambda seen: Say(f"re: {seen.said}")
     await asyncio.gather(*(Runner.run(named("solver"), str(number)) for number in range(5)))

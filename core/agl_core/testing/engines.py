@@ -48,24 +48,18 @@ PLUGIN = f'''"""REINFORCE against the mean of the batch, in torch alone."""
 
 import agl_core
 import torch
-from pydantic import BaseModel, ConfigDict
 
 
-class Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    leash: float = 0.0
-    rounds: int = 1
-
-
+@agl_core.algorithm(name="{ALGORITHM}", needs={{agl_core.Capability.TOKEN_IDS, agl_core.Capability.REFERENCE}})
 class Conformance:
+    """For the conformance suite of engines."""
+
     minibatches = 1
     needs_critic = needs_entropy = needs_scores = False
     target_kl = None
 
-    def __init__(self, settings):
-        self.epochs = settings.rounds
-        self.leash = settings.leash
-        self.needs_reference = settings.leash > 0
+    def __init__(self, *, leash: float = 0.0, rounds: int = 1):
+        self.epochs, self.leash, self.needs_reference = rounds, leash, leash > 0
 
     def advantages(self, samples, values_R=None):
         centred_N = samples.values_N - samples.values_N.mean()
@@ -83,18 +77,6 @@ class Conformance:
         drift_R = (logprobs.current_R - logprobs.reference_R).square()
         loss_R = self.leash * drift_R - (logprobs.current_R - logprobs.old_R).exp() * advantages_R
         return (weights_R * loss_R).sum(), {{"leash": (weights_R * self.leash).sum()}}
-
-
-def build(settings):
-    """For the conformance suite of engines."""
-    return Conformance(settings)
-
-
-@agl_core.hookimpl
-def register_components(register):
-    needs = {{agl_core.Capability.TOKEN_IDS, agl_core.Capability.REFERENCE}}
-    takes = agl_core.CreditKind.RETURN
-    register(agl_core.kinds.ALGORITHM, "{ALGORITHM}", build, options=Settings, needs=needs, takes=takes)
 '''
 QUESTIONS = ("What is 12 plus 3?", "What is 4 plus 5?", "Hello!", "What is 70 plus 1?")
 

@@ -11,14 +11,14 @@ from crewai import Agent as CrewAgent
 from crewai.hooks import LLMCallHookContext, register_before_llm_call_hook, unregister_before_llm_call_hook
 from crewai.tools import tool
 
-from .. import cast
+from .. import scenarios
 from ..driver import Agent, Scenario, Setting
 from . import CrewAI
 
 DRIVER = CrewAI
 
 
-class Cast(cast.Cast):
+class Cast(scenarios.Cast):
     """LLMs are made once; the crews are made for each question."""
 
     remembers = True

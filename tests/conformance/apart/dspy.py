@@ -9,7 +9,7 @@ from typing import Any
 
 import dspy
 
-from .. import cast
+from .. import scenarios
 from ..driver import Agent
 from ..scenarios import TOOLS, action
 from . import DSPy
@@ -17,7 +17,7 @@ from . import DSPy
 DRIVER = DSPy
 
 
-class Cast(cast.Cast):
+class Cast(scenarios.Cast):
     """The scenario's program, made once; streaming, what comes is status messages, chunks, and the prediction last."""
 
     def agent(self, agent: Agent) -> _Team:

@@ -12,7 +12,7 @@ from google.adk.tools import ToolContext
 from google.genai import types
 from pydantic import BaseModel
 
-from .. import cast
+from .. import scenarios
 from ..driver import Agent
 from ..scenarios import TOOLS
 from . import GoogleADK
@@ -26,7 +26,7 @@ class Task(BaseModel):
     task: str
 
 
-class Cast(cast.Cast):
+class Cast(scenarios.Cast):
     """Experts are sub-agents; each question has a session of its own."""
 
     def agent(self, agent: Agent) -> InMemoryRunner:

@@ -13,7 +13,7 @@ from haystack.hooks import hook
 from haystack.tools import Tool, create_tool_from_function
 from haystack.utils import Secret
 
-from .. import cast
+from .. import scenarios
 from ..driver import CHAT, RESPONSES, Agent
 from ..scenarios import TOOLS
 from . import Haystack
@@ -23,7 +23,7 @@ DRIVER = Haystack
 TASK = {"type": "object", "properties": {"task": {"type": "string"}}, "required": ["task"]}
 
 
-class Cast(cast.Cast):
+class Cast(scenarios.Cast):
     """An agent is in a pipeline that names it."""
 
     def agent(self, agent: Agent) -> Any:

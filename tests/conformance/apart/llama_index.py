@@ -9,7 +9,7 @@ from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import Context
 from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 
-from .. import cast
+from .. import scenarios
 from ..driver import CHAT, Agent
 from ..scenarios import action
 from . import LlamaIndex
@@ -17,7 +17,7 @@ from . import LlamaIndex
 DRIVER = LlamaIndex
 
 
-class Cast(cast.Cast):
+class Cast(scenarios.Cast):
     """An agent that hands over is a workflow of several."""
 
     def agent(self, agent: Agent) -> Any:

@@ -12,14 +12,14 @@ from pydantic_ai.capabilities import ProcessHistory
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from .. import cast
+from .. import scenarios
 from ..driver import CHAT, Agent
 from . import PydanticAI
 
 DRIVER = PydanticAI
 
 
-class Cast(cast.Cast):
+class Cast(scenarios.Cast):
     """Agents stream to a handler of events."""
 
     def agent(self, agent: Agent) -> pydantic_ai.Agent:

@@ -10,7 +10,7 @@ from typing import Any
 from smolagents import LogLevel, OpenAIServerModel, Tool, ToolCallingAgent
 from smolagents.models import ChatMessage
 
-from .. import cast
+from .. import scenarios
 from ..driver import Agent, Scenario, Setting
 from ..scenarios import TOOLS, action
 from . import Smolagents
@@ -18,7 +18,7 @@ from . import Smolagents
 DRIVER = Smolagents
 
 
-class Cast(cast.Cast):
+class Cast(scenarios.Cast):
     """Models are made once; the agents, which block, are made for each question."""
 
     remembers = True

@@ -6,14 +6,14 @@ import strands
 from strands.hooks import BeforeModelCallEvent
 from strands.models.openai import OpenAIModel
 
-from .. import cast
+from .. import scenarios
 from ..driver import Agent
 from . import Strands
 
 DRIVER = Strands
 
 
-class Cast(cast.Cast):
+class Cast(scenarios.Cast):
     """Agents, and models, are made for each question."""
 
     remembers = True

@@ -17,7 +17,7 @@ from agents.tracing.processors import default_processor
 
 from agl_openai_agents import AglProcessor
 
-from .. import cast
+from .. import scenarios
 from ..driver import ATTACH, CHAT, RESPONSES, Agent, Driver, Gap, Program, Scenario, Setting
 from ..scenarios import TOOLS
 
@@ -58,7 +58,7 @@ class OpenAIAgents(Driver):
         return Cast(scenario, setting).program()
 
 
-class Cast(cast.Cast):
+class Cast(scenarios.Cast):
     """An expert is an agent as a tool of the SDK's."""
 
     def agent(self, agent: Agent) -> SdkAgent[Any]:
