@@ -87,13 +87,13 @@ class Component:
     doc: str | None = None
     """Absent: the builder's docstring."""
     needs: Collection[Capability] | Callable[[Any], Collection[Capability]] = ()
-    """What it needs of the rest of the run."""
+    """Its needs of the rest of the run."""
     provides: Collection[Capability] = ()
-    """What it offers to the rest of the run."""
+    """Its offers to the rest of the run."""
     takes: CreditKind | Callable[[Any], CreditKind | None] | None = CreditKind.RETURN
-    """What an algorithm takes; None: neither, so that rewards mean nothing to it."""
+    """The values that an algorithm takes; None: neither kind, so that rewards mean nothing to it."""
     yields: Collection[CreditKind] = ()
-    """What a credit rule's values can be read as."""
+    """The kinds as which a credit rule's values can be read."""
     status_rules: Sequence[Any] = ()
     """The words in which an adapter's framework tells a model that a tool failed."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

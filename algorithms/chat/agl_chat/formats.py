@@ -1,6 +1,6 @@
 """How models write tool calls: one small class per format, chosen by the model's own chat template.
 
-Where a template knows no tools, they are shown in plain text, as ReAct's lines in ordinary messages:
+Tools that a template does not know are shown in plain text, as ReAct's lines in ordinary messages:
 
     system     You can use these tools:
                calculator(expression: string) - Work out a sum.
