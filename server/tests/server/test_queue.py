@@ -10,7 +10,7 @@ import pytest
 from memory_store import MemoryStore
 
 from agl_core.apis.errors import no_upstream
-from agl_core.errors import ServerError
+from agl_core.errors import ServerError, StoreError
 from agl_core.hooks import rollout_finished, rollout_started
 from agl_core.plugins import Plugins, RunHooks
 from agl_core.testing import episodes as make
@@ -98,6 +98,17 @@ async def test_a_finished_attempt_is_stored_whole(queue: RolloutQueue, store: Me
     remembered = queue.attempts[key]
     assert remembered.record.ending is Ending.FINISHED
     assert (remembered.record.result, remembered.rollout.task.input) == (None, None), "only the store keeps those"
+
+
+async def test_an_end_that_could_not_be_written_is_reported_again(queue: RolloutQueue, store: MemoryStore) -> None:
+    await queue.enqueue([make.rollout("a")])
+    key = await lease_one(queue)
+    store.failing = True
+    with pytest.raises(StoreError):
+        await queue.close_attempt(key, CRASHED)
+    store.failing = False
+    await queue.close_attempt(key, CRASHED)
+    assert await lease_keys(queue) == [("a", 1)]
 
 
 async def test_of_those_asked_for_those_that_are_done_come_in_the_order_of_the_queue(queue: RolloutQueue) -> None:
