@@ -23,7 +23,7 @@ from agl_core.errors import CapabilityError, ConfigError
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_online.config import learn_section, online_section
 
-from .versions.deployed_runs import make_deployed
+from .policies.saved_runs import make_deployed
 
 PAGE = Path(__file__).parents[3] / "docs" / "deploy-and-learn.md"
 AGL = (sys.executable, "-c", "from agl_core.cli import main; main()")

@@ -1,68 +1,88 @@
-"""Runs with checkpoints, as training leaves them, whose weights are not real, and an engine that loads them."""
+"""Runs with checkpoints, as training leaves them, whose weights are not real; how they are deployed, and an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tomli_w
 
+from agl_core.config.load import LoadedConfig
 from agl_core.errors import EngineError
 from agl_core.protocols import PolicySpec, Upstream
+from agl_core.testing.scripts import Say
+from agl_core.testing.upstream import ScriptedUpstream
+from agl_online.versions import DecidedBy, Decision, Ledger, State, VersionsNow
 from agl_server.training.checkpoints import Checkpoints, RunState
 
 
-def make_run(
-    folder: Path,
-    rewards: Mapping[int, float | None],
-    *,
-    policies: Mapping[str, Mapping[str, Any]] | None = None,
-    adapter: bool = False,
-    base: Path | None = None,
-    keep: int = 100,
-) -> Checkpoints:
-    """A run with a checkpoint of each step, evaluated with that reward or not at all."""
-    folder.mkdir(parents=True)
-    base = base or folder.parent / f"{folder.name}-base"
-    base.mkdir(exist_ok=True)
-    sections = policies or {"default": {"model": {"path": str(base), **({"lora": {"rank": 4}} if adapter else {})}}}
+def make_run(folder: Path, rewards: Mapping[int, float | None], model: str = "config.json", **tables: Any) -> None:
+    """A run with a checkpoint of each step, evaluated with that reward or not at all; `model` is a file of each."""
+    base = folder.parent / "base"
+    base.mkdir(parents=True, exist_ok=True)
+    lora = {} if model == "config.json" else {"lora": {"rank": 4}}
     config = {
         "config_version": 1,
         "name": folder.name,
         "folder": str(folder),
         "agent": {"entry": "agent:solve"},
         "tasks": {"train": {"source": "jsonl", "path": "tasks.jsonl"}},
-        "policies": sections,
+        "policies": {"default": {"model": {"path": str(base), **lora}}},
         "sampling": {"max_tokens": 48},
         "algorithm": {"name": "grpo"},
         "credit": {"name": "identical"},
         "rewards": {"answer": {"rule": "exact_match"}},
-        "seed": 1,
-        "train": {"steps": 40, "groups_per_step": 4, "group_size": 8},
         "engine": {"name": "not-installed"},
+        **tables,
     }
+    folder.mkdir(parents=True)
     (folder / "config.toml").write_text(tomli_w.dumps(config))
-    checkpoints = Checkpoints(folder / "checkpoints", keep)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=100)
     for step, reward in rewards.items():
-        add_checkpoint(checkpoints, step, reward, config, adapter=adapter)
-    return checkpoints
+        part = checkpoints.begin(step)
+        for policy in config["policies"]:
+            weights = part / policy / "model"
+            weights.mkdir(parents=True)
+            (weights / "weights").write_text(f"{policy} of step {step}")
+            (weights / model).write_text("{}")
+        evaluation = {"step": step, "set": "eval", "mode": "greedy", "reward": reward, "rollouts": 20}
+        evaluations = [] if reward is None else [evaluation]
+        checkpoints.commit(part, RunState(step=step, evaluations=evaluations, config=config))
 
 
-def add_checkpoint(
-    checkpoints: Checkpoints, step: int, reward: float | None, config: dict[str, Any], *, adapter: bool
-) -> None:
-    """One more, and the evaluation behind it."""
-    part = checkpoints.begin(step)
-    for policy in config["policies"]:
-        model = part / policy / "model"
-        model.mkdir(parents=True)
-        (model / "weights").write_text(f"{policy} of step {step}")
-        (model / ("adapter_config.json" if adapter else "config.json")).write_text("{}")
-    evaluation = {"step": step, "set": "eval", "mode": "greedy", "reward": reward, "rollouts": 20}
-    evaluations = [] if reward is None else [evaluation]
-    checkpoints.commit(part, RunState(step=step, evaluations=evaluations, config=config))
+def make_deployed(folder: Path, *steps: int) -> Ledger:
+    """A run with checkpoints of these steps, deployed with what training started from."""
+    learning = {"online": {"applications": {"shop": 1}}, "learn": {"canary": {"share": 0.5}}}
+    make_run(folder, dict.fromkeys(steps), **learning)
+    ledger = Ledger(folder)
+    ledger.begin(0, "What training started from.")
+    return ledger
+
+
+def decide(
+    ledger: Ledger, step: int, state: State, by: DecidedBy = DecidedBy.GATE, figures: Mapping[str, float] | None = None
+) -> VersionsNow:
+    return ledger.record(Decision(step, state, by, f"{state} now.", figures or {}))
+
+
+_WAY = {
+    State.CANDIDATE: DecidedBy.TRAINING,
+    State.PASSED: DecidedBy.GATE,
+    State.CANARY: DecidedBy.CANARY,
+    State.STABLE: DecidedBy.CANARY,
+}
+
+
+def promote(ledger: Ledger, step: int, to: State) -> None:
+    """The way of a version up to this state: from training through the gate, then as the canary."""
+    for state, by in _WAY.items():
+        decide(ledger, step, state, by)
+        if state is to:
+            return
 
 
 @dataclass
@@ -70,6 +90,7 @@ class LoadingEngine:
     """An engine that notes which weights it loads; `url` answers in its place."""
 
     url: str
+    folder: Path
     loaded: dict[str, PolicySpec] = field(default_factory=dict)
     is_lost: bool = False
     fails: Sequence[int] = ()
@@ -96,3 +117,18 @@ class LoadingEngine:
     @property
     def steps(self) -> list[int]:
         return sorted(spec.version for spec in self.loaded.values())
+
+
+@asynccontextmanager
+async def loading_engines(module: str) -> AsyncIterator[tuple[ScriptedUpstream, list[LoadingEngine]]]:
+    """The engines that this module makes, and the model behind them, which says by which name it was asked."""
+    engines: list[LoadingEngine] = []
+
+    def make(config: LoadedConfig, folder: Path) -> LoadingEngine:
+        engines.append(LoadingEngine(model.url, folder))
+        return engines[-1]
+
+    async with ScriptedUpstream() as model:
+        model.answer = lambda received: Say(received.body["model"])
+        with mock.patch(f"{module}.make_engine", make):
+            yield model, engines

@@ -18,24 +18,21 @@ import openai
 import pytest
 import yaml
 
-from agl_core.config.load import LoadedConfig
 from agl_core.errors import CheckpointError, ConfigError, ServerError
-from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import END_TOKEN, ScriptedUpstream
 from agl_online.policies import POLICY_KEY, Version, export, load_run, policy_spec, serving
 from agl_online.versions import Ledger
 from agl_server.store.sqlite import SqliteStore
 
-from .saved_runs import LoadingEngine, make_run
+from .saved_runs import loading_engines, make_run
 
 
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "base").mkdir()
-    make_run(tmp_path / "runs" / "calc", {10: 0.5, 20: 0.9, 30: 0.4}, base=tmp_path / "base")
+    make_run(tmp_path / "runs" / "calc", {10: 0.5, 20: 0.9, 30: 0.4})
     Ledger(tmp_path / "runs" / "calc").begin(10, "It is deployed.")
-    make_run(tmp_path / "runs" / "tuned", {3: None}, adapter=True, base=tmp_path / "base")
+    make_run(tmp_path / "runs" / "tuned", {3: None}, model="adapter_config.json")
     policies = {name: {"model": {"path": "base"}, "agents": [name]} for name in ("solver", "critic")}
     make_run(tmp_path / "runs" / "debate", {4: None}, policies=policies)
     make_run(tmp_path / "runs" / "young", {})
@@ -88,36 +85,34 @@ def test_an_exported_version_says_what_trained_it(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "weights").read_text() == "default of step 20"
 
 
-def test_an_adapter_names_its_base_where_it_is(tmp_path: Path) -> None:
+def test_an_adapter_names_its_base_where_it_is(tmp_path: Path, runs: Path) -> None:
     export(Version.find("tuned"), tmp_path / "out")
     described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert described["base_model_name_or_path"] == str(tmp_path / "base")
-    spec = policy_spec(Version.find("tuned"), load_run(tmp_path / "runs" / "tuned"))
-    assert (spec.model, spec.adapter) == (
-        str(tmp_path / "base"),
-        str(tmp_path / "runs" / "tuned" / "checkpoints" / "step-000003" / "default" / "model"),
-    )
+    assert described["base_model_name_or_path"] == str(runs / "base")
+    spec = policy_spec(Version.find("tuned"), load_run(runs / "tuned"))
+    adapter = runs / "tuned" / "checkpoints" / "step-000003" / "default" / "model"
+    assert (spec.model, spec.adapter) == (str(runs / "base"), str(adapter))
 
 
-def test_nothing_is_written_where_something_is_wrong(tmp_path: Path) -> None:
-    before = sorted(path.name for path in tmp_path.iterdir())
+def test_nothing_is_written_where_something_is_wrong(tmp_path: Path, runs: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match="exists"):
-        export(Version.find("calc"), tmp_path / "base")
+        export(Version.find("calc"), runs / "base")
     with pytest.raises(ConfigError, match="what training started from"):
         export(Version.find("calc@0"), tmp_path / "out")
     tuned = Version.find("tuned")
-    (tmp_path / "base").rename(tmp_path / "moved")
+    (runs / "base").rename(runs / "moved")
     with pytest.raises(ConfigError, match=r"there is no folder.*--set policies\.default\.model\.path"):
         export(tuned, tmp_path / "out")
-    (tmp_path / "moved").rename(tmp_path / "base")
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    (runs / "moved").rename(runs / "base")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @dataclass(frozen=True)
-class Bench:
+class Served:
     """A running server of policies; the scripted model server says by which name it was asked."""
 
-    upstream: ScriptedUpstream
+    model: ScriptedUpstream
     url: str
 
     def openai(self, key: str = "none") -> openai.AsyncOpenAI:
@@ -132,27 +127,20 @@ class Bench:
 
 
 @asynccontextmanager
-async def answered(*names: str, key: str | None = None, overrides: Sequence[str] = ()) -> AsyncIterator[Bench]:
-    async with ScriptedUpstream() as upstream:
-        upstream.answer = lambda received: Say(received.body["model"])
-        folders: list[Path] = []
-
-        def engine(config: LoadedConfig, folder: Path) -> LoadingEngine:
-            folders.append(folder)
-            return LoadingEngine(upstream.url)
-
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("agl_online.policies.make_engine", engine)
-            async with serving(names, host="127.0.0.1", port=0, key=key, overrides=overrides) as (url, _):
-                yield Bench(upstream, url)
-                async with SqliteStore(folders[0] / "store.sqlite", read_only=True) as store:
-                    assert await store.rollouts() == []
+async def served(*names: str, key: str | None = None, overrides: Sequence[str] = ()) -> AsyncIterator[Served]:
+    async with (
+        loading_engines("agl_online.policies") as (model, engines),
+        serving(names, host="127.0.0.1", port=0, key=key, overrides=overrides) as (url, _),
+    ):
+        yield Served(model, url)
+        async with SqliteStore(engines[0].folder / "store.sqlite", read_only=True) as store:
+            assert await store.rollouts() == []
 
 
 async def test_every_api_answers_and_nothing_is_recorded() -> None:
-    async with answered("calc") as bench:
+    async with served("calc") as policies:
         body: Any = {"model": "calc", "max_tokens": 9}
-        async with bench.openai() as client:
+        async with policies.openai() as client:
             chat = await client.chat.completions.create(
                 **body, messages=[{"role": "user", "content": "Hi"}], temperature=0.5, stream=True
             )
@@ -160,13 +148,13 @@ async def test_every_api_answers_and_nothing_is_recorded() -> None:
             completion = await client.completions.create(**body, prompt="Hi")
             response = await client.responses.create(model="calc", input="Hi")
             following = await client.responses.create(model="calc", input="And then?", previous_response_id=response.id)
-        async with anthropic.AsyncAnthropic(base_url=bench.url, api_key="none", max_retries=0) as other:
+        async with anthropic.AsyncAnthropic(base_url=policies.url, api_key="none", max_retries=0) as other:
             message = await other.messages.create(**body, messages=[{"role": "user", "content": "Hi"}])
 
     block = message.content[0]
     assert block.type == "text"
     assert {streamed, completion.choices[0].text, response.output_text, following.output_text, block.text} == {"calc"}
-    sent = [received.body for received in bench.upstream.received]
+    sent = [received.body for received in policies.model.received]
     assert (sent[0]["temperature"], sent[0]["max_tokens"]) == (0.5, 9)
     assert sent[2]["max_tokens"] == 48, "without a limit of the request's own, that of training"
     assert [message["content"] for message in sent[3]["messages"]] == ["Hi", response.output_text, "And then?"]
@@ -174,7 +162,7 @@ async def test_every_api_answers_and_nothing_is_recorded() -> None:
 
 async def test_token_ids_are_for_clients_that_ask() -> None:
     """So a server of sessions can record what a served policy answers, and train on it."""
-    async with answered("calc") as bench, bench.openai() as client:
+    async with served("calc") as policies, policies.openai() as client:
         body: Any = {"model": "calc", "messages": [{"role": "user", "content": "Hi"}]}
         plain = await client.chat.completions.create(**body)
         assert plain.choices[0].logprobs is None
@@ -189,46 +177,46 @@ async def test_token_ids_are_for_clients_that_ask() -> None:
 
 async def test_the_runs_prompts_replace_words_of_clients_too() -> None:
     prompts = 'prompts={system = {replace = "Be brief.", text = "Be long."}}'
-    async with answered("calc", overrides=[prompts]) as bench, bench.openai() as client:
+    async with served("calc", overrides=[prompts]) as policies, policies.openai() as client:
         messages: Any = [{"role": "system", "content": "Please: Be brief."}, {"role": "user", "content": "Be brief."}]
         await client.chat.completions.create(model="calc", messages=messages)
 
-    sent = [message["content"] for message in bench.upstream.received[0].body["messages"]]
+    sent = [message["content"] for message in policies.model.received[0].body["messages"]]
     assert sent == ["Please: Be long.", "Be brief."]
 
 
 async def test_requests_name_a_version_and_one_alone_answers_any_name() -> None:
-    async with answered("calc", "calc@10") as bench:
-        assert [await bench.ask(name) for name in ("calc", "calc@10")] == ["calc", "calc@10"]
+    async with served("calc", "calc@10") as policies:
+        assert [await policies.ask(name) for name in ("calc", "calc@10")] == ["calc", "calc@10"]
         with pytest.raises(openai.NotFoundError, match=r"calc@11.*calc@10"):
-            await bench.ask("calc@11")
-        async with bench.openai() as client:
+            await policies.ask("calc@11")
+        async with policies.openai() as client:
             assert [model.id async for model in client.models.list()] == ["calc", "calc@10"]
-    async with answered("calc@10") as bench:
-        assert await bench.ask("gpt-4o-mini") == "calc@10"
+    async with served("calc@10") as policies:
+        assert await policies.ask("gpt-4o-mini") == "calc@10"
 
 
 async def test_the_key_is_needed_where_there_is_one() -> None:
-    async with answered("calc", key="s3cret") as bench, httpx.AsyncClient(trust_env=False) as bare:
+    async with served("calc", key="s3cret") as policies, httpx.AsyncClient(trust_env=False) as bare:
         for key in ("wrong", "s3cret-"):
             with pytest.raises(openai.AuthenticationError, match=POLICY_KEY):
-                await bench.ask("calc", key)
-            async with bench.openai(key) as client:
+                await policies.ask("calc", key)
+            async with policies.openai(key) as client:
                 with pytest.raises(openai.AuthenticationError, match=POLICY_KEY):
                     await client.models.list()
-        assert await bench.ask("calc", "s3cret") == "calc"
+        assert await policies.ask("calc", "s3cret") == "calc"
         headers = {"Authorization": "Bearer s3cret"}
-        refused = await bare.post(f"{bench.url}/agl/v1/leases", json={"worker": "w", "capacity": 1}, headers=headers)
+        refused = await bare.post(f"{policies.url}/agl/v1/leases", json={"worker": "w", "capacity": 1}, headers=headers)
         assert refused.status_code == 401, "it opens no other door"
 
 
 @pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"host": "rebound.example:80"}])
-async def test_without_a_key_no_web_page_is_answered(headers: dict[str, str]) -> None:
-    async with answered("calc") as bench, httpx.AsyncClient() as client:
+async def test_without_a_key_no_web_page_is_served(headers: dict[str, str]) -> None:
+    async with served("calc") as policies, httpx.AsyncClient() as client:
         body = {"model": "calc", "messages": [{"role": "user", "content": "Hi"}]}
-        refused = await client.post(f"{bench.url}/v1/chat/completions", json=body, headers=headers)
+        refused = await client.post(f"{policies.url}/v1/chat/completions", json=body, headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "foreign_name")
-        assert bench.upstream.received == []
+        assert policies.model.received == []
 
 
 @pytest.mark.parametrize(("host", "key"), [("0.0.0.0", None), ("192.0.2.1", None), ("127.0.0.1", "a\nb")])

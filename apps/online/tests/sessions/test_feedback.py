@@ -14,9 +14,8 @@ from agl_core.learning.transitions import is_distorted
 from agl_core.testing import episodes as make
 from agl_core.types import Annotation, DropReason, Episode, Mode, Sampling
 from agl_online.plugin import users_said
-from agl_online.wire import Purpose
 
-from .deployed import Deployed, deployed
+from .conftest import Deployed, deployed
 
 UP, DOWN = {"thumbs": 1}, {"thumbs": 0}
 
@@ -30,9 +29,7 @@ async def test_the_id_of_the_clients_reply_joins_it(use: Deployed, route: str) -
         "messages": {"model": "default", "max_tokens": 9, "messages": messages},
         "completions": {"model": "default", "prompt": "hello"},
     }
-    headers = {"Authorization": f"Bearer {use.keys.of(Purpose.APPLICATION, 'shop')}"}
-    reply = await use.http.post(f"{use.server.base_url}/v1/{route}", json=bodies[route], headers=headers)
-    call = reply.json()["id"]
+    call = (await use.send(f"/v1/{route}", use.key(), bodies[route])).json()["id"]
     answer = await use.say(call=call, rewards={"thumbs": 1, "short": -1})
     [session] = await use.sessions()
     assert answer.json() == {"session": session.id, "call": call, "new": True}

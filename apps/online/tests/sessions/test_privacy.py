@@ -12,9 +12,8 @@ import pytest
 from agl_core.testing.scripts import Hold, Say
 from agl_core.types import RolloutState
 from agl_online.session import PATTERNS, Redaction
-from agl_online.wire import Purpose
 
-from .deployed import Deployed, deployed
+from .conftest import KEYS, Deployed, deployed
 
 
 def raw(folder: Path) -> bytes:
@@ -27,10 +26,9 @@ async def test_nothing_of_a_session_that_opted_out_is_stored(use: Deployed, tmp_
     reply = await use.ask("a secret of the user", "talk", **off)
     assert reply.choices[0].message.content
     await use.ask("another secret", "talk")
-    begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), record=False)).json()
+    begun = await use.begin(record=False)
     assert begun["recorded"] is False
-    agent = use.agent(begun["key"], begun["path"])
-    await agent.chat.completions.create(model="default", messages=[{"role": "user", "content": "a third secret"}])
+    await use.ask("a third secret", begun=begun)
     await use.ask("a secret without a name", **off)
     assert await use.sessions() == []
     assert b"secret" not in raw(tmp_path)
@@ -43,23 +41,16 @@ async def test_nothing_of_a_session_that_opted_out_is_stored(use: Deployed, tmp_
 async def test_opting_out_later_removes_what_was_stored_and_outlives_the_server(tmp_path: Path) -> None:
     async with deployed(tmp_path) as use:
         await use.ask("Rumpelstilzchen", "talk")
-        begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"))).json()
-        agent = use.agent(begun["key"], begun["path"])
-        spoken = [{"role": "user", "content": "Rapunzel"}]
-        await agent.chat.completions.create(model="default", messages=spoken)  # type: ignore[arg-type]
+        begun = await use.begin()
+        await use.ask("Rapunzel", begun=begun)
         assert b"Rumpelstilzchen" in raw(tmp_path)
-        await use.ask("now private", "talk", **{"x-agl-session-record": "off"})
-        await agent.chat.completions.create(
-            model="default",
-            messages=spoken,  # type: ignore[arg-type]
-            extra_headers={"x-agl-session-record": "off"},
-        )
+        for session in ({"name": "talk"}, {"begun": begun}):
+            await use.ask("now private", **session, **{"x-agl-session-record": "off"})
         assert await use.sessions() == []
         assert (await use.say(session="talk", rewards={"thumbs": 1})).status_code == 410
     async with deployed(tmp_path) as use:
         assert (await use.ask("still private", "talk")).id
-        agent = use.agent(begun["key"], begun["path"])
-        await agent.chat.completions.create(model="default", messages=spoken)  # type: ignore[arg-type]
+        await use.ask("Rapunzel", begun=begun)
         assert await use.sessions() == []
     for text in (b"Rumpelstilzchen", b"Rapunzel", b"private"):
         assert text not in raw(tmp_path), text
@@ -70,19 +61,18 @@ async def test_a_deleted_session_is_gone_and_stays_gone(use: Deployed, tmp_path:
     await use.ask("where is it?", "other")
     await use.say(call=reply.id, rewards={"thumbs": 1}, note="Rapunzel")
     [session, other] = await use.sessions()
-    operator = use.operator
-    assert (await use.post("sessions/delete", operator, sessions=[session.id])).json() == {"deleted": 1}
-    assert (await use.post("sessions/delete", operator, sessions=[session.id])).json() == {"deleted": 0}
+    assert (await use.post("sessions/delete", KEYS.operator, sessions=[session.id])).json() == {"deleted": 1}
+    assert (await use.post("sessions/delete", KEYS.operator, sessions=[session.id])).json() == {"deleted": 0}
     for text in (b"Rumpelstilzchen", b"Rapunzel"):
         assert text not in raw(tmp_path)
     assert await use.sessions() == [other]
     for target in ({"call": reply.id}, {"session": session.id}):
         answer = await use.say(**target, rewards={"thumbs": 1})
         assert (answer.status_code, answer.json()["error"]["code"]) == (410, "session_deleted")
-    unknown = await use.post("sessions/delete", operator, sessions=[other.id, f"use-{'0' * 24}-{'0' * 12}"])
+    unknown = await use.post("sessions/delete", KEYS.operator, sessions=[other.id, f"use-{'0' * 24}-{'0' * 12}"])
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "session_unknown")
     attempt = await use.stack.lease()
-    trained = await use.post("sessions/delete", operator, sessions=[attempt.rollout])
+    trained = await use.post("sessions/delete", KEYS.operator, sessions=[attempt.rollout])
     assert trained.status_code == 404, "a rollout of training is no session"
     assert await use.sessions() == [other], "nothing was deleted"
     await use.ask("a new session of the name", "talk")
@@ -96,7 +86,7 @@ async def test_a_call_under_way_does_not_bring_a_deleted_session_back(use: Deplo
     use.model.script(hold)
     asking = asyncio.create_task(use.ask("Rapunzel", "talk"))
     await hold.arrived.wait()
-    await use.post("sessions/delete", use.operator, sessions=[session.id])
+    await use.post("sessions/delete", KEYS.operator, sessions=[session.id])
     hold.release.set()
     assert (await asking).choices[0].message.content == "Rumpelstilzchen", "use goes on"
     await use.ask("next", "other")
@@ -173,8 +163,7 @@ async def test_a_match_that_text_parts_share_is_redacted_too(tmp_path: Path) -> 
     content = [*map(part, ("I am ada", "@exam", "ple.org", " there")), image, part("plain"), part("text")]
     async with deployed(tmp_path, redact=("email",)) as use:
         use.model.script(Say("Yes."))
-        client = use.agent(use.keys.of(Purpose.APPLICATION, "shop"))
-        await client.chat.completions.create(model="default", messages=[{"role": "user", "content": content}])  # type: ignore[list-item, misc]
+        await use.ask(content)
         [call] = await use.calls()
     assert call.request["messages"][0]["content"] == [  # type: ignore[call-overload, index]
         *map(part, ("I am [EMAIL] there", "", "", "")), image, part("plain"), part("text"),

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from agl_core.capture.requests import HEADER_RETRIES
@@ -18,7 +17,10 @@ from agl_online import session as of_session
 from agl_online.wire import HEADER_SESSION, Purpose
 from agl_server.testing import until
 
-from .deployed import Deployed, deployed
+from .conftest import KEYS, Deployed, deployed
+
+CHAT = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
+CALLS = "/v1/chat/completions"
 
 
 async def test_calls_of_one_name_are_one_session_recorded_exactly(use: Deployed) -> None:
@@ -48,7 +50,7 @@ async def test_calls_of_one_name_are_one_session_recorded_exactly(use: Deployed)
 
 
 async def test_replies_are_sampled_as_the_application_asks(use: Deployed) -> None:
-    client = use.agent(use.keys.of(Purpose.APPLICATION, "shop"))
+    client = use.agent(use.key())
     hello = [{"role": "user", "content": "hello"}]
     for settings in ({}, {"temperature": 0.2, "top_p": 0.9, "max_tokens": 7, "frequency_penalty": 0.5}):
         await client.chat.completions.create(model="default", messages=hello, **settings)  # type: ignore[call-overload]
@@ -61,10 +63,9 @@ async def test_replies_are_sampled_as_the_application_asks(use: Deployed) -> Non
 
 async def test_a_session_ends_by_request_by_header_and_when_it_is_idle(tmp_path: Path) -> None:
     async with deployed(tmp_path, idle_minutes=0.3 / 60) as use:
-        shop = use.keys.of(Purpose.APPLICATION, "shop")
         await use.ask("a", "by-request")
-        assert (await use.post("sessions/end", shop, session="by-request")).status_code == 200
-        assert (await use.post("sessions/end", shop, session="by-request")).status_code == 200, "again"
+        for _ in range(2):
+            assert (await use.post("sessions/end", use.key(), session="by-request")).status_code == 200
         await use.ask("a", "by-header", **{"x-agl-session-end": "1"})
         await use.ask("a call without a name is a session of its own")
         await use.ask("a", "idle")
@@ -93,9 +94,8 @@ async def test_a_session_ends_by_request_by_header_and_when_it_is_idle(tmp_path:
 
 
 async def test_a_session_of_the_api_has_a_key_of_its_own(use: Deployed) -> None:
-    begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), name="task-9")).json()
-    again = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), name="task-9")).json()
-    assert again == begun
+    begun = await use.begin(name="task-9")
+    assert await use.begin(name="task-9") == begun
     assert [s.id for s in await use.sessions()] == [begun["session"]], "before its first call"
     agent = use.agent(begun["key"], begun["path"])
     assert [m.id for m in (await agent.models.list()).data] == ["default"]
@@ -105,22 +105,21 @@ async def test_a_session_of_the_api_has_a_key_of_its_own(use: Deployed) -> None:
     assert reply.headers["x-agl-session"] == begun["session"]
     await use.ask("by name", "task-9")
     assert [call.rollout for call in await use.calls()] == [begun["session"]] * 2
-    await use.post("sessions/end", use.keys.of(Purpose.APPLICATION, "shop"), session=begun["session"])
-    late = await agent.chat.completions.create(model="default", messages=[{"role": "user", "content": "late"}])
+    await use.post("sessions/end", use.key(), session=begun["session"])
+    late = await use.ask("late", begun=begun)
     assert [call.late for call in await use.calls() if call.id == late.id] == [True], "answered; it does not count"
 
 
 async def test_open_sessions_are_taken_up_by_the_next_server(tmp_path: Path) -> None:
     async with deployed(tmp_path) as use:
         await use.ask("one", "talk")
-        begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"))).json()
+        begun = await use.begin()
         ended = (await use.ask("x", "over", **{"x-agl-session-end": "1"})).id
         await until(lambda: use.counted("ended"))
     async with deployed(tmp_path) as use:
         assert use.counted("open") == 2
         await use.ask("two", "talk")
-        agent = use.agent(begun["key"], begun["path"])
-        await agent.chat.completions.create(model="default", messages=[{"role": "user", "content": "hello"}])
+        await use.ask("hello", begun=begun)
         by_name = {s.task.metadata["session"]: s for s in await use.sessions()}
         assert len(by_name) == 3
         calls = await use.calls()
@@ -137,13 +136,7 @@ async def test_a_call_that_is_tried_again_at_the_next_server_counts_once(
     replies = []
     for number in tries:
         async with deployed(tmp_path) as use:
-            headers = {
-                "Authorization": f"Bearer {use.keys.of(Purpose.APPLICATION, 'shop')}",
-                HEADER_SESSION: "talk",
-                HEADER_RETRIES: number,
-            }
-            body = {"model": "default", "messages": [{"role": "user", "content": "once"}]}
-            reply = await use.http.post(f"{use.server.base_url}/v1/chat/completions", json=body, headers=headers)
+            reply = await use.send(CALLS, use.key(), CHAT, **{HEADER_SESSION: "talk", HEADER_RETRIES: number})
             replies.append(reply.json()["id"])
             [session], calls = await use.sessions(), await use.calls()
             [attempt] = await use.store.attempts(session.id)
@@ -166,38 +159,26 @@ async def test_sessions_are_no_affair_of_trainers_and_workers(use: Deployed) -> 
     assert len(await use.calls()) == 2
 
 
-CHAT = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
-
-
-async def post(use: Deployed, path: str, key: str, body: Any = CHAT, **headers: str) -> httpx.Response:
-    return await use.http.post(
-        f"{use.server.base_url}{path}", json=body, headers={"Authorization": f"Bearer {key}", **headers}
-    )
-
-
 async def test_no_key_opens_anothers_door(use: Deployed) -> None:
-    shop = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), name="talk")).json()
-    mail = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "mail"), name="talk")).json()
+    shop, mail = [await use.begin(application=application, name="talk") for application in ("shop", "mail")]
     reply, training = await use.ask("hello", "other"), await use.stack.lease()
     keys = {
-        "application": use.keys.of(Purpose.APPLICATION, "shop"),
+        "application": use.key(),
         "session": shop["key"],
-        "feedback": use.keys.of(Purpose.FEEDBACK, "shop"),
-        "worker": use.server.keys.worker,
-        "operator": use.operator,
-        "attempt": use.server.keys.of_attempt(AttemptKey(shop["session"], 0)),
-        "lease": use.server.keys.of_lease(AttemptKey(shop["session"], 0)),
+        "feedback": use.key(purpose=Purpose.FEEDBACK),
+        "worker": KEYS.worker,
+        "operator": KEYS.operator,
+        "attempt": KEYS.of_attempt(AttemptKey(shop["session"], 0)),
+        "lease": KEYS.of_lease(AttemptKey(shop["session"], 0)),
         "agent of training": use.stack.key(training),
         "wrong": "agl-wrong",
         "too short": "agl-",
     }
-    calls, own = "/v1/chat/completions", f"{shop['path']}/v1/chat/completions"
-    foreign = f"{mail['path']}/v1/chat/completions"
     doors: dict[str, tuple[str, Any, set[str]]] = {
-        "a model call": (calls, CHAT, {"application", "agent of training"}),
-        "a call of training": (f"/rollout/{training.rollout}/attempt/0{calls}", CHAT, {"agent of training"}),
-        "a call of the session": (own, CHAT, {"session"}),
-        "a call of another application's session": (foreign, CHAT, set()),
+        "a model call": (CALLS, CHAT, {"application", "agent of training"}),
+        "a call of training": (f"/rollout/{training.rollout}/attempt/0{CALLS}", CHAT, {"agent of training"}),
+        "a call of the session": (f"{shop['path']}{CALLS}", CHAT, {"session"}),
+        "a call of another application's session": (f"{mail['path']}{CALLS}", CHAT, set()),
         "beginning": ("/agl/v1/sessions", {}, {"application"}),
         "ending": ("/agl/v1/sessions/end", {"session": "talk"}, {"application"}),
         "feedback": ("/agl/v1/feedback", {"call": reply.id, "rewards": {"thumbs": 1}}, {"feedback"}),
@@ -206,7 +187,7 @@ async def test_no_key_opens_anothers_door(use: Deployed) -> None:
     }
     for door, (path, body, whose) in doors.items():
         for name, key in keys.items():
-            got = await post(use, path, key, body)
+            got = await use.send(path, key, body)
             assert (got.status_code != 401) is (name in whose), (door, name, got.status_code, got.text)
     for name, key in keys.items():
         named = await use.http.get(f"{use.server.base_url}/v1/models", headers={"Authorization": f"Bearer {key}"})
@@ -215,40 +196,33 @@ async def test_no_key_opens_anothers_door(use: Deployed) -> None:
 
 
 async def test_a_session_is_not_reached_by_a_header_without_its_key(use: Deployed) -> None:
-    shop, other = [(await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"))).json() for _ in range(2)]
+    shop, other = [await use.begin() for _ in range(2)]
     stamped = {"x-agl-rollout": f"{other['session']}/0"}
-    for key in (
-        shop["key"],
-        use.keys.of(Purpose.APPLICATION, "shop"),
-        use.keys.of(Purpose.APPLICATION, "mail"),
-        use.server.keys.worker,
-    ):
-        assert (await post(use, "/v1/chat/completions", key, CHAT, **stamped)).status_code == 401
-    assert (await post(use, "/v1/chat/completions", other["key"], CHAT, **stamped)).status_code == 200
+    for key in (shop["key"], use.key(), use.key("mail"), KEYS.worker):
+        assert (await use.send(CALLS, key, CHAT, **stamped)).status_code == 401
+    assert (await use.send(CALLS, other["key"], CHAT, **stamped)).status_code == 200
     assert [call.rollout for call in await use.calls()] == [other["session"]]
 
 
 async def test_applications_do_not_end_or_see_each_others_sessions(use: Deployed) -> None:
-    begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), name="talk")).json()
-    mail = use.keys.of(Purpose.APPLICATION, "mail")
-    assert (await use.post("sessions/end", mail, session=begun["session"])).status_code == 403
-    assert (await use.post("sessions/end", mail, session="talk")).status_code == 404
-    same_name = (await use.post("sessions", mail, name="talk")).json()
+    begun = await use.begin(name="talk")
+    assert (await use.post("sessions/end", use.key("mail"), session=begun["session"])).status_code == 403
+    assert (await use.post("sessions/end", use.key("mail"), session="talk")).status_code == 404
+    same_name = await use.begin(application="mail", name="talk")
     assert same_name["session"].split("-")[1] != begun["session"].split("-")[1]
     assert use.counted("open") == 2
 
 
 async def test_another_number_makes_the_old_keys_of_an_application_invalid(tmp_path: Path) -> None:
     async with deployed(tmp_path) as use:
-        begun = (await use.post("sessions", use.keys.of(Purpose.APPLICATION, "shop"), name="talk")).json()
+        begun = await use.begin(name="talk")
         reply = await use.ask("hello", "talk")
-    old = [use.keys.of(Purpose.APPLICATION, "shop"), begun["key"], use.keys.of(Purpose.FEEDBACK, "shop")]
+    old = [use.key(), begun["key"], use.key(purpose=Purpose.FEEDBACK)]
     for applications in ({"shop": 2, "mail": 1}, {"mail": 1}):
         async with deployed(tmp_path, applications=applications) as use:
-            assert (await post(use, "/v1/chat/completions", old[0])).status_code == 401
-            assert (await post(use, f"{begun['path']}/v1/chat/completions", old[1])).status_code == 401
-            reply_ = await use.post("feedback", old[2], call=reply.id, rewards={"thumbs": 1})
-            assert reply_.status_code == 401
+            assert (await use.send(CALLS, old[0], CHAT)).status_code == 401
+            assert (await use.send(f"{begun['path']}{CALLS}", old[1], CHAT)).status_code == 401
+            assert (await use.post("feedback", old[2], call=reply.id, rewards={"thumbs": 1})).status_code == 401
             if "shop" in applications:
                 assert (await use.say(call=reply.id, rewards={"thumbs": 1})).status_code == 200
                 await use.ask("the same session", "talk")
@@ -257,7 +231,7 @@ async def test_another_number_makes_the_old_keys_of_an_application_invalid(tmp_p
 
 async def ended(use: Deployed, name: str) -> Any:
     """The session of this name, once it has ended."""
-    await use.post("sessions/end", use.keys.of(Purpose.APPLICATION, "shop"), session=name)
+    await use.post("sessions/end", use.key(), session=name)
     while True:
         named = [s for s in await use.sessions() if s.task.metadata["session"] == name]
         if named and named[0].state is RolloutState.DONE:

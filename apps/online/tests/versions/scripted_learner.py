@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
 import tomli_w
@@ -20,7 +21,7 @@ from agl_core.learning.rewards import ScoringRule
 from agl_core.plugins import Plugins
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.testing import episodes as make
-from agl_core.types import Annotation, Attempt, AttemptKey, Batch, Call, Ending, Mode, Rollout, RolloutState, Task
+from agl_core.types import Annotation, AttemptKey, Batch, Call, Ending, Mode, RolloutState, Task
 from agl_online.config import LearnSection
 from agl_online.experience import SessionExperience, updates_since
 from agl_online.learner import Learner
@@ -31,8 +32,6 @@ from agl_server.training.checkpoints import Checkpoints, RunState, read_state
 from agl_server.training.evaluation import Evaluation, TaskScore
 from agl_server.training.metrics import Observer
 from agl_server.training.rollouts import Collector, StepGroups
-
-NOTHING: Mapping[Ending, float | str] = {Ending.LOST: "drop", Ending.NO_CALL: "drop"}
 
 
 class WaitsError(Exception):
@@ -56,7 +55,6 @@ class Sessions:
         thumbs: float | None = 1.0,
         version: int | None = 0,
         name: str | None = None,
-        application: str = "shop",
         hours_ago: float = 0.0,
         ending: Ending = Ending.FINISHED,
         call: Callable[[Call], Call] = lambda call: call,
@@ -65,12 +63,11 @@ class Sessions:
         self.count += 1
         id = f"use-{self.count:03d}"
         ended = time.time() - hours_ago * 3600
-        task = Task(name or id, None, "use", {"application": application, "session": name})
-        rollout = Rollout(
-            id, "run", 0, name or id, task, Mode.USE, 0, 0, RolloutState.DONE, counted_attempt=0, ending=ending
-        )
+        task = Task(name or id, None, "use", {"application": "shop", "session": name})
+        done = {"state": RolloutState.DONE, "counted_attempt": 0, "ending": ending}
+        rollout = make.rollout(id, group=name or id, task=task, mode=Mode.USE, **done)
         calls = [] if ending is Ending.NO_CALL else [call(make.call(rollout=id, version=version))]
-        await self.store.put(rollout, Attempt(id, 0, application, ended, ended, ending), *calls)
+        await self.store.put(rollout, make.attempt(id, started=ended, ended=ended, ending=ending), *calls)
         if thumbs is not None:
             await self.say(id, thumbs)
         return id
@@ -81,36 +78,33 @@ class Sessions:
         feedback = {"rewards": {"thumbs": thumbs}, "note": None}
         await self.store.put(Annotation(id, 0, f"f{self.count}", time.time(), feedback))
 
-    def source(self, between: Callable[[], Awaitable[None]] | None = None) -> SessionExperience:
-        """A learner's source, as after a start."""
+    @property
+    def collector(self) -> Collector:
         rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
-        unused = cast(Any, None)
-        collector = Collector(self.store, unused, rules, NOTHING, Plugins().hook, lambda: None)
-        session: Any = SimpleNamespace(collector=collector, run="run", versions={"default": self.engine_version})
+        endings = {Ending.LOST: "drop", Ending.NO_CALL: "drop"}
+        return Collector(self.store, cast(Any, None), rules, endings, Plugins().hook, lambda: None)
+
+    def source(self, between: Callable[[], Awaitable[None]] | None = None) -> SessionExperience:
+        """A learner's source, as after a start; it looks twice for sessions, unless told otherwise."""
+        looks = iter(range(2))
+
+        async def look() -> None:
+            if next(looks, None) is None:
+                raise WaitsError
+
+        versions = {"default": self.engine_version}
+        session: Any = SimpleNamespace(collector=self.collector, run="run", versions=versions)
         return SessionExperience(
             *(session, LearnSection(**self.settings), ("*",)),
             since=lambda version: updates_since(version, self.step, self.resets),
-            between=between or self._once(),
+            between=between or look,
         )
-
-    async def _no_tasks(self) -> StepGroups:
-        return StepGroups([])
-
-    def _once(self) -> Callable[[], Awaitable[None]]:
-        looks = 0
-
-        async def between() -> None:
-            nonlocal looks
-            looks += 1
-            if looks > 2:
-                raise WaitsError
-
-        return between
 
     async def take(self, source: SessionExperience | None = None) -> StepGroups:
         """The sessions of the next step, which is made with them."""
+        no_tasks = AsyncMock(return_value=StepGroups([]))
         with Observer().phase("rollouts", self.step + 1) as phase:
-            return await (source or self.source()).draw(self.step + 1, phase, self._no_tasks)
+            return await (source or self.source()).draw(self.step + 1, phase, no_tasks)
 
     async def train(self, taken: StepGroups) -> list[str]:
         """The step is made and recorded; its rollouts."""
@@ -226,20 +220,17 @@ class World:
         runs = {"train": {"steps": steps, "checkpoint_every": 3}, "eval": {"every": 0}}
         config = RunConfig.model_validate({**MINIMAL, **runs, "tasks": {"train": source, "eval": source}})
         section = LearnSection(**{"sessions_per_step": 4, "offline_share": 0.0, "propose_every": 4, **self.learn})
-        rules = [ScoringRule("users", users_said, modes=frozenset({Mode.USE}))]
-        unused = cast(Any, None)
         session = scripted_session(
             self.store,
             len(self.engine.made_by),
             restart=self.restarts,
             engine=self.engine,
-            collector=Collector(self.store, unused, rules, {}, Plugins().hook, lambda: None),
+            collector=self.sessions.collector,
             evaluator=SimpleNamespace(evaluate=self.evaluate),
             tasks={"train": []},
         )
-        log: Any = SimpleNamespace(write=lambda *_: None, keep=lambda *_: None)
         return _Killable(
-            *(scripted_config(config, compares=False), session, checkpoints, log, Observer()),
+            *(scripted_config(config, compares=False), session, checkpoints, MagicMock(), Observer()),
             state=state,
             section=section,
             deployed=cast(Any, self),
@@ -276,5 +267,5 @@ async def world(folder: Path, **changes: Any) -> AsyncIterator[World]:
     run = folder / "run"
     run.mkdir()
     (run / "config.toml").write_text(tomli_w.dumps({"policies": {"default": {"model": {"path": "."}}}}))
-    async with SqliteStore(run / "store.sqlite") as store:
-        yield World(run, store, Sessions(store, {}), **changes)
+    async with sessions(run) as of_run:
+        yield World(run, of_run.store, of_run, **changes)

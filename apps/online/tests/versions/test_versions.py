@@ -17,7 +17,7 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from agl_core.config.load import SERVED, LoadedConfig, load
+from agl_core.config.load import SERVED, load
 from agl_core.errors import AglError
 from agl_core.testing.scripts import Hold, Say
 from agl_core.testing.upstream import ScriptedUpstream
@@ -27,9 +27,8 @@ from agl_online.policies import Version
 from agl_online.versions import DecidedBy, Ledger, LedgerError, State
 from agl_server.training.checkpoints import CHECKPOINTS, VERSIONS_FILE, Checkpoints, RunState
 
-from ..policies.saved_runs import LoadingEngine, make_run
-from ..sessions.deployed import Deployed, deployed
-from .deployed_runs import decide, make_canary, make_deployed, make_passed, make_stable
+from ..policies.saved_runs import LoadingEngine, decide, loading_engines, make_deployed, make_run, promote
+from ..sessions.conftest import Deployed, deployed
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def agl(*arguments: str) -> str:
 
 
 def test_a_version_goes_from_candidate_to_stable_and_the_one_before_retires(ledger: Ledger) -> None:
-    make_canary(ledger, 10)
+    promote(ledger, 10, State.CANARY)
     assert states(ledger) == {0: State.STABLE, 10: State.CANARY}
     assert ledger.current().serving == [0, 10]
 
@@ -71,9 +70,9 @@ def test_a_version_goes_from_candidate_to_stable_and_the_one_before_retires(ledg
 
 
 def test_an_operator_promotes_rolls_back_and_sees_why(ledger: Ledger) -> None:
-    make_canary(ledger, 10)
+    promote(ledger, 10, State.CANARY)
     assert "calc@10 is the stable version" in agl("promote", "calc", "--reason", "Looks good.")
-    make_passed(ledger, 20)
+    promote(ledger, 20, State.PASSED)
     assert "calc@20 is the stable version" in agl("promote", "calc@20")
     listed: list[dict[str, Any]] = json.loads(agl("list", "calc", "--json"))
     assert [(version["name"], version["state"]) for version in listed] == [
@@ -111,8 +110,8 @@ def test_an_operator_promotes_rolls_back_and_sees_why(ledger: Ledger) -> None:
 def test_what_makes_no_sense_is_refused_and_not_written(
     ledger: Ledger, step: int, state: State, by: DecidedBy, says: str
 ) -> None:
-    make_canary(ledger, 10)
-    make_passed(ledger, 30)
+    promote(ledger, 10, State.CANARY)
+    promote(ledger, 30, State.PASSED)
     before = ledger.file.read_bytes()
     with pytest.raises(LedgerError, match=says):
         decide(ledger, step, state, by)
@@ -137,10 +136,10 @@ def test_mistakes_of_the_operator_are_said(
 
 
 def test_checkpoints_that_are_needed_outlive_later_ones(tmp_path: Path) -> None:
-    ledger = make_deployed(tmp_path / "calc", 10, 20, 30, 40, keep=100)
-    make_stable(ledger, 10)
-    make_stable(ledger, 20)
-    make_canary(ledger, 30)
+    ledger = make_deployed(tmp_path / "calc", 10, 20, 30, 40)
+    promote(ledger, 10, State.STABLE)
+    promote(ledger, 20, State.STABLE)
+    promote(ledger, 30, State.CANARY)
     checkpoints = Checkpoints(ledger.run / CHECKPOINTS, keep=1)
     part = checkpoints.begin(50)
     (part / "default" / "model").mkdir(parents=True)
@@ -152,7 +151,7 @@ def test_checkpoints_that_are_needed_outlive_later_ones(tmp_path: Path) -> None:
 
 
 def test_a_half_written_line_was_never_decided(ledger: Ledger) -> None:
-    make_canary(ledger, 10)
+    promote(ledger, 10, State.CANARY)
     whole = ledger.file.read_bytes()
     promoted = orjson.dumps({"step": 10, "state": "stable", "by": "canary", "reason": "", "time": 1.0})
     for length in (1, len(promoted) // 2, len(promoted)):
@@ -187,7 +186,7 @@ WRITER = textwrap.dedent("""
 
 def test_two_writers_never_make_two_canaries(ledger: Ledger) -> None:
     for step in (10, 20):
-        make_passed(ledger, step)
+        promote(ledger, step, State.PASSED)
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(ledger.run), str(step)]) for step in (10, 20)]
     assert [writer.wait(60) for writer in writers] == [0, 0]
 
@@ -199,7 +198,9 @@ def test_two_writers_never_make_two_canaries(ledger: Ledger) -> None:
 
 
 @dataclass
-class Bench:
+class Versions:
+    """A deployed run whose versions answer sessions."""
+
     use: Deployed
     deployed: DeployedVersions
     model: ScriptedUpstream
@@ -214,34 +215,26 @@ class Bench:
         return dict(zip(names, await asyncio.gather(*map(self.ask, names)), strict=True))
 
 
-@contextlib.asynccontextmanager
-async def bench(calc: Ledger, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    loaded = load(calc.run / "config.toml", needs=SERVED)
-    engines: list[LoadingEngine] = []
-
-    def engine(config: LoadedConfig, folder: Path) -> LoadingEngine:
-        engines.append(LoadingEngine(model.url))
-        return engines[-1]
-
-    monkeypatch.setattr("agl_online.deployed.make_engine", engine)
-    async with ScriptedUpstream() as model:
-        model.answer = lambda received: Say(received.body["model"])
-        async with (
-            DeployedVersions(calc.run, loaded, share=0.5).running() as versions,
-            deployed(calc.run, answering=versions) as use,
-        ):
-            yield Bench(use, versions, model, engines)
-
-
 @pytest.fixture
 def calc(tmp_path: Path) -> Ledger:
     return make_deployed(tmp_path / "calc", 10, 20, 30, 40, 50, 60, 70)
 
 
-async def test_a_share_of_the_names_gets_the_canary_and_keeps_it(calc: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_canary(calc, 10)
+@contextlib.asynccontextmanager
+async def serving(calc: Ledger) -> AsyncIterator[Versions]:
+    loaded = load(calc.run / "config.toml", needs=SERVED)
+    async with (
+        loading_engines("agl_online.deployed") as (model, engines),
+        DeployedVersions(calc.run, loaded, share=0.5).running() as versions,
+        deployed(calc.run, answering=versions) as use,
+    ):
+        yield Versions(use, versions, model, engines)
+
+
+async def test_a_share_of_the_names_gets_the_canary_and_keeps_it(calc: Ledger) -> None:
+    promote(calc, 10, State.CANARY)
     names = [f"user-{number}" for number in range(60)]
-    async with bench(calc, monkeypatch) as use:
+    async with serving(calc) as use:
         first = await use.ask_many(names)
         assert set(first.values()) == {0, 10}
         assert 15 < sum(version == 10 for version in first.values()) < 45, "the share is a half"
@@ -260,22 +253,22 @@ async def test_a_share_of_the_names_gets_the_canary_and_keeps_it(calc: Ledger, m
         assert {len(versions) for versions in by_session.values()} == {1}
 
         decide(calc, 10, State.ROLLED_BACK, DecidedBy.CANARY)
-        make_canary(calc, 20)
+        promote(calc, 20, State.CANARY)
         await use.deployed.refresh()
         others = [f"other-{number}" for number in range(30)]
         second = await use.ask_many(others)
         assert set(second.values()) == {0, 20}
 
 
-async def test_a_swap_drops_no_call_and_reaches_open_sessions(calc: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(calc, monkeypatch) as use:
+async def test_a_swap_drops_no_call_and_reaches_open_sessions(calc: Ledger) -> None:
+    async with serving(calc) as use:
         hold = Hold(Say("version-0"))
         use.model.script(hold)
         held = asyncio.create_task(use.ask(None))
         await asyncio.wait_for(hold.arrived.wait(), 30)
         assert await use.ask("open") == 0
 
-        make_stable(calc, 10)
+        promote(calc, 10, State.STABLE)
         await use.deployed.refresh()
         assert (await use.ask("new"), await use.ask("open")) == (10, 10)
         assert use.engines[0].steps == [0, 10], "a call under way keeps its version"
@@ -285,17 +278,17 @@ async def test_a_swap_drops_no_call_and_reaches_open_sessions(calc: Ledger, monk
         assert use.engines[0].steps == [10]
 
 
-async def test_a_rollback_reaches_open_sessions_at_once(calc: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_canary(calc, 10)
+async def test_a_rollback_reaches_open_sessions_at_once(calc: Ledger) -> None:
+    promote(calc, 10, State.CANARY)
     names = [f"user-{number}" for number in range(20)]
-    async with bench(calc, monkeypatch) as use:
+    async with serving(calc) as use:
         assert set((await use.ask_many(names)).values()) == {0, 10}
         decide(calc, 10, State.ROLLED_BACK, DecidedBy.CANARY)
         await use.deployed.refresh()
         assert set((await use.ask_many(names)).values()) == {0}
         assert use.engines[0].steps == [0]
 
-        make_stable(calc, 20)
+        promote(calc, 20, State.STABLE)
         await use.deployed.refresh()
         assert await use.ask("late") == 20
         decide(calc, 20, State.ROLLED_BACK, DecidedBy.OPERATOR)
@@ -303,9 +296,9 @@ async def test_a_rollback_reaches_open_sessions_at_once(calc: Ledger, monkeypatc
         assert await use.ask("late") == 0
 
 
-async def test_a_lost_engine_is_started_again(calc: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_stable(calc, 10)
-    async with bench(calc, monkeypatch) as use:
+async def test_a_lost_engine_is_started_again(calc: Ledger) -> None:
+    promote(calc, 10, State.STABLE)
+    async with serving(calc) as use:
         assert await use.ask("open") == 10
         use.engines[0].is_lost = True
         await use.deployed.refresh()
@@ -313,17 +306,15 @@ async def test_a_lost_engine_is_started_again(calc: Ledger, monkeypatch: pytest.
         assert (await use.ask("open"), use.engines[1].steps) == (10, [10])
 
 
-async def test_what_cannot_be_loaded_leaves_what_is_served(
-    calc: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with bench(calc, monkeypatch) as use:
+async def test_what_cannot_be_loaded_leaves_what_is_served(calc: Ledger, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(calc) as use:
         use.engines[0].fails = [10, 20]
-        make_canary(calc, 10)
+        promote(calc, 10, State.CANARY)
         await use.deployed.refresh()
         assert "The canary, version 10, cannot be loaded: The weights cannot be read." in caplog.text
         assert {await use.ask(f"user-{number}") for number in range(20)} == {0}
         decide(calc, 10, State.ROLLED_BACK, DecidedBy.CANARY)
-        make_stable(calc, 20)
+        promote(calc, 20, State.STABLE)
         await use.deployed.refresh()
         assert "Sessions are answered as before" in caplog.text
         assert await use.ask("another") == 0
