@@ -11,7 +11,7 @@ end the table is printed as Markdown, and `curves.svg` drawn; both need no run f
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -47,15 +47,20 @@ def chart(title: str, results: Sequence[Result], held_out: str) -> Chart:
             [(e["step"], e["reward"]) for e in r["evaluations"] if (e["set"], e["mode"]) == (held_out, mode)]
             for r in results
         ]
+    return curves(title, seeds)
+
+
+def curves(title: str, seeds: Mapping[str, Sequence[Points]]) -> Chart:
+    """Of each name, the mean over its seeds, in a band from the worst to the best."""
     lines: dict[str, Points] = {}
     bands: dict[str, Points] = {}
     for name, of_seeds in seeds.items():
         by_step: dict[int, list[float]] = {}
         for step, reward in (point for points in of_seeds for point in points):
             by_step.setdefault(step, []).append(reward)
-        steps = sorted(by_step)
-        lines[name] = [(step, mean(by_step[step])) for step in steps]
-        best, worst = ([(step, pick(by_step[step])) for step in steps] for pick in (max, min))
+        lines[name], best, worst = (
+            [(step, pick(by_step[step])) for step in sorted(by_step)] for pick in (mean, max, min)
+        )
         bands[name] = [*best, *worst[::-1]]
     drawn = line_chart(title, "", lines, bands=bands)
     assert drawn is not None, "each run has steps"

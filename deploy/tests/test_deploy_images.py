@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import typer
 from packaging.requirements import Requirement
 from pathspec import PathSpec
+from testing_aids import run_command
 
 from agl_core.cli import app
 from agl_core.config.check import cautions
@@ -176,8 +176,7 @@ RAY_KEYS = ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN"]
 def linted(*command: str | Path) -> None:
     tool = shutil.which(str(command[0]), path=BESIDE_PYTHON)
     assert tool is not None, f"{command[0]} is missing: make install brings it"
-    done = subprocess.run([tool, *command[1:]], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_command(tool, *command[1:])
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -30,38 +30,19 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent
 sys.path[:0] = [str(HERE), str(EXAMPLES), str(EXAMPLES.parent / "tests" / "benchmarks")]
 
+import make_trip  # noqa: E402
 from make_policy import teach, write_random  # noqa: E402
-from make_trip import (  # noqa: E402
-    RECIPE,
-    Choice,
-    Situation,
-    Told,
-    ask_airline,
-    ask_refund,
-    ask_seat,
-    behave,
-    calculate_words,
-    guess,
-    lesson,
-    search_airline,
-    search_city,
-    search_everywhere,
-    subtract,
-)
 from measured import Experiment, Result, average, spread, table  # noqa: E402
 from recipes import Demonstrations, Message, chooser, opened, says, uses  # noqa: E402
-from seeds import picture  # noqa: E402
+from seeds import curves, picture  # noqa: E402
 from tables import replaced  # noqa: E402
 from trip_tools import SYSTEM_PROMPT, TOOLS, use  # noqa: E402
 from trips import Split, traveller, trip  # noqa: E402
-
-from agl_view.charts import Points, line_chart  # noqa: E402
 
 SEEDS = range(3)
 UNTAUGHT, UNTAUGHT_STEPS = HERE / "untaught", 2000
@@ -70,9 +51,14 @@ DEMONSTRATIONS = 50
 RUNS = Path("runs/cold-start").resolve()
 RESULTS = HERE / "cold_start.json"
 
-HOPELESS: dict[Situation, dict[Choice, float]] = {
-    Situation.ASKED: {search_everywhere: 0.5, calculate_words: 0.5},
-    Situation.FAILED: {search_everywhere: 0.3, calculate_words: 0.3, ask_seat: 0.1, guess: 0.3},
+HOPELESS: dict[make_trip.Situation, dict[make_trip.Choice, float]] = {
+    make_trip.Situation.ASKED: {make_trip.search_everywhere: 0.5, make_trip.calculate_words: 0.5},
+    make_trip.Situation.FAILED: {
+        make_trip.search_everywhere: 0.3,
+        make_trip.calculate_words: 0.3,
+        make_trip.ask_seat: 0.1,
+        make_trip.guess: 0.3,
+    },
 }
 """How often each choice is made by an assistant that never finds anything out."""
 
@@ -82,12 +68,8 @@ ROLLOUTS = ("eval.tasks=40", "train.groups_per_step=4", "train.group_size=8")
 STAGES: dict[str, tuple[str, ...]] = {
     # 16 passes over the demonstrations, ten in a step.
     "SFT": (
-        "algorithm.name=sft",
-        f"{RATE}=1e-3",
-        "eval.tasks=40",
-        "train.steps=80",
-        "train.groups_per_step=10",
-        "train.group_size=1",
+        *("algorithm.name=sft", f"{RATE}=1e-3", "eval.tasks=40"),
+        *("train.steps=80", "train.groups_per_step=10", "train.group_size=1"),
     ),
     "RFT": ("algorithm.name=rft", "algorithm.rft.threshold=1", f"{RATE}=1e-3", f"train.steps={RFT_STEPS}", *ROLLOUTS),
     "GRPO": (f"{RATE}=3e-4", f"train.steps={GRPO_STEPS}", *ROLLOUTS),
@@ -100,7 +82,7 @@ WAYS = ("SFT", "RFT", "GRPO"), ("GRPO alone",)
 def errands(seed: int, index: int) -> list[Message]:
     """A user who asks for one thing after the other, in any order, and may refer to what was found out."""
     rng = random.Random(f"errands/{seed}/{index}")
-    task, known = trip(f"{Split.TRAIN}/errands-{seed}/{index}"), Told()
+    task, known = trip(f"{Split.TRAIN}/errands-{seed}/{index}"), make_trip.Told()
     messages = opened(SYSTEM_PROMPT, "")[:1]
     for number in range(ERRANDS):
         airline, fare, refund = (
@@ -113,12 +95,12 @@ def errands(seed: int, index: int) -> list[Message]:
         )
         question, choice, answer = rng.choice(
             (
-                ("Which airline do I fly with?", ask_airline, "You fly with {}."),
-                ("What do I get back?", ask_refund, "You get {}."),
-                (f"What is {airline} to {task.city}?", search_airline, "You pay {}."),
-                (f"What is {airline} to {task.city}?", search_city, "You pay {}."),
-                (f"What is {fare} - {refund}?", subtract, "It is {}."),
-                (f"What is {fare} - {refund}?", subtract, "It is {}."),
+                ("Which airline do I fly with?", make_trip.ask_airline, "You fly with {}."),
+                ("What do I get back?", make_trip.ask_refund, "You get {}."),
+                (f"What is {airline} to {task.city}?", make_trip.search_airline, "You pay {}."),
+                (f"What is {airline} to {task.city}?", make_trip.search_city, "You pay {}."),
+                (f"What is {fare} - {refund}?", make_trip.subtract, "It is {}."),
+                (f"What is {fare} - {refund}?", make_trip.subtract, "It is {}."),
             )
         )
         call = choice(task, "")
@@ -133,21 +115,25 @@ def untaught(seed: int, index: int) -> list[Message]:
     """Errands and travellers who are not helped, in turn."""
     if index % 2:
         return errands(seed, index)
-    return behave(trip(traveller(Split.TRAIN, -1 - seed, index)), chooser(f"hopeless/{seed}/{index}", HOPELESS))
+    return make_trip.behave(
+        trip(traveller(Split.TRAIN, -1 - seed, index)), chooser(f"hopeless/{seed}/{index}", HOPELESS)
+    )
 
 
 def make_untaught() -> None:
     """Make the policy of `UNTAUGHT` again, with the tokenizer of the example's own."""
-    recipe = replace(RECIPE, shown=Demonstrations(untaught, TOOLS, errands), steps=UNTAUGHT_STEPS, reading=0.6)
+    recipe = replace(
+        make_trip.RECIPE, shown=Demonstrations(untaught, TOOLS, errands), steps=UNTAUGHT_STEPS, reading=0.6
+    )
     with tempfile.TemporaryDirectory() as random_weights:
-        write_random(RECIPE, 0, Path(random_weights))
+        write_random(make_trip.RECIPE, 0, Path(random_weights))
         teach(HERE, recipe, 0, Path(random_weights), UNTAUGHT)
 
 
 def demonstrate(seed: int) -> Path:
     """A file of demonstrations, a conversation each line."""
     file = RUNS / f"demonstrations-{seed}.jsonl"
-    lines = [{"messages": lesson(seed, index), "tools": TOOLS} for index in range(DEMONSTRATIONS)]
+    lines = [{"messages": make_trip.lesson(seed, index), "tools": TOOLS} for index in range(DEMONSTRATIONS)]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return file
 
@@ -176,16 +162,11 @@ def one_way(way: Sequence[str], seed: int) -> dict[str, Result]:
 
 def show(results: Sequence[dict[str, Result]]) -> None:
     """Draw success in training against rollouts, and write success on held-out trips into README.md."""
-    lines: dict[str, Points] = {}
-    bands: dict[str, Points] = {}
-    for stage, first in {"RFT": 0, "GRPO": RFT_STEPS, "GRPO alone": 0}.items():
-        of_steps = list(zip(*(of_seed[stage]["train_rewards"] for of_seed in results), strict=True))
-        at = range(first + 1, first + 1 + len(of_steps))
-        lines[stage], best, worst = (list(zip(at, map(pick, of_steps), strict=True)) for pick in (mean, max, min))
-        bands[stage] = [*best, *worst[::-1]]
-    drawn = line_chart("success in training, by steps of 32 rollouts", "", lines, bands=bands)
-    assert drawn is not None
-    (HERE / "cold_start.svg").write_text(picture([drawn]))
+    seeds = {
+        stage: [list(enumerate(of_seed[stage]["train_rewards"], first)) for of_seed in results]
+        for stage, first in {"RFT": 1, "GRPO": RFT_STEPS + 1, "GRPO alone": 1}.items()
+    }
+    (HERE / "cold_start.svg").write_text(picture([curves("success in training, by steps of 32 rollouts", seeds)]))
     rows = {stage: [of_seed[stage] for of_seed in results] for stage in STAGES}
     columns = {
         f"{mode}, {when}": spread(lambda run, when=when, mode=mode: run["rewards"]["eval"][when][mode])
@@ -193,8 +174,8 @@ def show(results: Sequence[dict[str, Result]]) -> None:
         for when in ("before", "after")
     } | {"CPU seconds a run": average(lambda run: run["cpu_seconds"])}
     page = HERE / "README.md"
-    curves = "![Success in training of RFT, of GRPO after it, and of GRPO alone](cold_start.svg)"
-    text = "\n".join(["", *table("run", rows, columns), "", curves, ""])
+    drawing = "![Success in training of RFT, of GRPO after it, and of GRPO alone](cold_start.svg)"
+    text = "\n".join(["", *table("run", rows, columns), "", drawing, ""])
     page.write_text(replaced(page.read_text(), "make_cold_start.py", text))
 
 

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,8 @@ from agl_core.config.models import SamplingSection
 from agl_core.plugins import Plugins
 from agl_core.protocols import Upstream
 from agl_core.store import Record
-from agl_core.types import Attempt, Call, Choice, Ending, FinishReason, Mode, Rollout, RolloutState, Sampling, Task
+from agl_core.testing import episodes as make
+from agl_core.types import Ending, Rollout, RolloutState, Task
 from agl_server.gateway.attempts import RunSettings
 from agl_server.http.listening import run
 from agl_server.queue import RolloutQueue
@@ -45,49 +45,27 @@ TRAINER_INTERVAL = 0.05
 def new_rollouts(n_rollouts: int) -> list[Rollout]:
     """Rollouts in groups, each group with a task of its own."""
     rollouts: list[Rollout] = []
-    for start in range(0, n_rollouts, GROUP):
-        group = uuid4().hex
-        task = Task(group, {"question": f"When does my train leave? Question {group}"}, metadata={"answer": "09:30"})
-        rollouts += (
-            Rollout(uuid4().hex, "benchmark", 0, group, task, Mode.TRAIN, step=1, member=member)
-            for member in range(min(GROUP, n_rollouts - start))
-        )
+    for number in range(n_rollouts):
+        if number % GROUP == 0:
+            group = uuid4().hex
+            question = {"question": f"When does my train leave? Question {group}"}
+            task = Task(group, question, metadata={"answer": "09:30"})
+        rollouts.append(make.rollout(uuid4().hex, group=group, task=task, step=1, member=number % GROUP))
     return rollouts
 
 
-def recorded_call(rollout: Rollout, turn: int) -> Call:
-    """One turn as the gateway records it: the rollouts of a group ask the same and get different answers."""
-    now = time.time()
-    choice = Choice(
-        index=0,
-        message={"role": "assistant", "content": f"{SAID} {rollout.id} {turn}"},
-        finish_reason=FinishReason.STOP,
-        response_ids=np.arange(RESPONSE_IDS, dtype=np.int32),
-        logprobs=np.linspace(-1, 0, RESPONSE_IDS, dtype=np.float32),
-    )
-    return Call(
-        id=f"chatcmpl-{uuid4().hex}",
-        rollout=rollout.id,
-        attempt=0,
-        sequence=turn,
-        policy="default",
-        version=1,
-        request=chat(turn, rollout.group),
-        choices=(choice,),
-        started=now,
-        ended=now,
-        prompt_ids=np.arange(PROMPT_IDS, dtype=np.int32),
-        requested=Sampling(temperature=1.0),
-        effective=Sampling(temperature=1.0, top_p=1.0, max_tokens=512, seed=turn),
-    )
-
-
 def records_of(rollout: Rollout, turns: int) -> list[Record]:
-    """All records of a rollout that is done."""
-    now = time.time()
-    attempt = Attempt(rollout.id, 0, "worker", started=now, ended=now, ending=Ending.FINISHED, result="09:30")
+    """All records of a rollout that is done: those of a group ask the same and get different answers."""
     done = replace(rollout, state=RolloutState.DONE, counted_attempt=0, ending=Ending.FINISHED)
-    return [done, attempt, *(recorded_call(rollout, turn) for turn in range(turns))]
+    tokens = np.arange(RESPONSE_IDS, dtype=np.int32)
+    logprobs, prompt = np.linspace(-1, 0, RESPONSE_IDS, dtype=np.float32), np.arange(PROMPT_IDS, dtype=np.int32)
+    records: list[Record] = [done, make.attempt(rollout.id, result="09:30")]
+    for turn in range(turns):
+        message = {"role": "assistant", "content": f"{SAID} {rollout.id} {turn}"}
+        choice = make.choice(message=message, response_ids=tokens, logprobs=logprobs)
+        call = {"id": f"chatcmpl-{uuid4().hex}", "request": chat(turn, rollout.group), "prompt_ids": prompt}
+        records.append(make.call(turn, choice, rollout=rollout.id, **call))
+    return records
 
 
 async def fill(store: SqliteStore, n_rollouts: int, turns: int) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from testing_aids import run_command
 
 from . import judging
 from .tables import DOCS, replaced
@@ -31,10 +31,7 @@ def tables(text: str) -> list[list[list[str]]]:
 
 
 def run(*options: str) -> list[list[list[str]]]:
-    command = [sys.executable, HERE / "server_speed.py", "--quick", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return tables(done.stdout)
+    return tables(run_command(sys.executable, HERE / "server_speed.py", "--quick", *options))
 
 
 def test_a_script_replaces_its_own_section_of_a_page_even_if_it_is_empty() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -16,15 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
-import tomli_w
 from agl_command import working_folder  # noqa: F401
 from typer.testing import CliRunner
 
 from agl_core.cli import app
-from agl_core.types import Attempt, AttemptKey, Call, Mode, Rollout, TrainingRecord
-from agl_server.store.sqlite import SqliteStore
-
-from .engine_stack import make_policy
 
 ROOT = Path(__file__).parents[2]
 CALC = ROOT / "examples" / "calc" / "train.toml"
@@ -130,72 +124,3 @@ def agl(tmp_path: Path) -> Iterator[Agl]:
     agl = Agl(tmp_path)
     yield agl
     agl.stop()
-
-
-@dataclass(frozen=True)
-class Records:
-    """The records of some rollouts: of each its attempts, and those of the attempt that counts."""
-
-    rollouts: dict[str, Rollout]
-    attempts: dict[str, list[Attempt]]
-    calls: dict[str, list[Call]]
-    training: dict[str, list[TrainingRecord]]
-    rewards: dict[str, float]
-    """The terminal rewards."""
-
-
-def recorded(run: Path, mode: Mode | None = None, step: int | None = None) -> Records:
-    async def read() -> Records:
-        async with SqliteStore(run / "store.sqlite", read_only=True) as store:
-            rollouts = {rollout.id: rollout for rollout in await store.rollouts(mode=mode, step=step)}
-            keys = [AttemptKey(rollout.id, rollout.counted_attempt or 0) for rollout in rollouts.values()]
-            calls, training = await store.calls(keys), await store.training_records(keys)
-            return Records(
-                rollouts,
-                {id: await store.attempts(id) for id in rollouts},
-                {id: [call for call in calls if call.rollout == id] for id in rollouts},
-                {id: [record for record in training if record.rollout == id] for id in rollouts},
-                {reward.rollout: reward.value for reward in await store.rewards(keys)},
-            )
-
-    return asyncio.run(read())
-
-
-BREVITY = '''
-import agl_core
-
-@agl_core.reward_rule
-def brevity(episode):
-    """The shorter, the better; seldom the same for two answers."""
-    return 1 / (1 + len(episode.result or ""))
-'''
-
-
-def write_run(folder: Path, agent: str, steps: int, **sections: dict[str, Any]) -> Path:
-    """The file `run.toml` for a short run of `agent`, the code of an `async def solve`, on two tasks.
-
-    Brevity is rewarded. A policy that babbles lies in `policy`.
-    """
-    (folder / "its_agent.py").write_text(agent)
-    (folder / "its_rewards.py").write_text(BREVITY)
-    (folder / "tasks.jsonl").write_text('{"input": "Hello, how are you?"}\n{"input": "The weather today"}\n')
-    make_policy(folder / "policy")
-    train = {"steps": steps, "groups_per_step": 2, "group_size": 4, "checkpoint_every": 1, "keep_checkpoints": 10}
-    tasks = {"source": "jsonl", "path": "tasks.jsonl"}
-    config = {
-        "config_version": 1,
-        "name": "run",
-        "plugins": ["its_rewards.py"],
-        "agent": {"entry": "its_agent:solve", "attach": False},
-        "tasks": {"train": tasks, "eval": tasks},
-        "sampling": {"max_tokens": 24},
-        "eval": {"every": 2, "tasks": 2, "modes": ["eval-sampled"]},
-        "rewards": {"brevity": {}},
-        "engine": {"name": "torch", "torch": {"cache_mib": 32, "threads": 1}},
-        "trackers": {"tensorboard": False},
-        **sections,
-        "train": {**train, **sections.get("train", {})},
-    }
-    file = folder / "run.toml"
-    file.write_text(tomli_w.dumps(config))
-    return file

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from testing_aids import run_python
 
 CALC = Path(__file__).parents[2] / "examples" / "calc" / "train.toml"
 TRAIN = """
@@ -26,8 +25,6 @@ for run in (first, second):
 @pytest.mark.storm
 def test_a_script_trains_and_reads_its_runs(tmp_path: Path) -> None:
     code = f"CONFIG, FOLDER = {str(CALC)!r}, {str(CALC.parent)!r}\n{TRAIN}"
-    trained = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert trained.returncode == 0, trained.stderr
-    first, second = (json.loads(line) for line in trained.stdout.splitlines() if line.startswith("["))
+    first, second = (json.loads(line) for line in run_python(code, tmp_path).splitlines() if line.startswith("["))
     assert (first[0], second[0]) == ("calc", "mapped")
     assert first[1:] == second[1:] == [1, 2 * 8, ["solver"]]

@@ -13,11 +13,10 @@ import psutil
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
+from testing_aids import read_store
 from transformers import PreTrainedTokenizerFast
 
 from agl_core.types import Call, Mode
-
-from .conftest import recorded
 
 LORA = ("policies.default.model.lora.rank=4", "policies.default.optimizer.learning_rate=1e-2")
 SMALL = ("train.steps=2", "train.groups_per_step=4", "train.group_size=16", "eval.every=1", "eval.tasks=3")
@@ -25,7 +24,9 @@ SMALL = ("train.steps=2", "train.groups_per_step=4", "train.group_size=16", "eva
 
 def calls_of(run: Path, step: int) -> list[Call]:
     """The calls of the evaluation after this step, sampled by the weights of its checkpoint."""
-    return [call for calls in recorded(run, Mode.EVAL_SAMPLED, step).calls.values() for call in calls]
+    recorded = read_store(run / "store.sqlite")
+    sampled = {r.id for r in recorded.rollouts if (r.mode, r.step) == (Mode.EVAL_SAMPLED, step)}
+    return [call for call in recorded.calls if call.rollout in sampled]
 
 
 @torch.no_grad()

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testing_aids import read_store
 
 from agl_core.types import Ending, RolloutState
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY
 
-from .conftest import CALC, Agl, recorded
+from .conftest import CALC, Agl
 
 SETTINGS = {
     "train.steps": 3, "train.groups_per_step": 2, "train.group_size": 6, "train.checkpoint_every": 10,
@@ -86,10 +87,11 @@ def test_a_run_over_a_network(machine: Callable[[str], Agl], monkeypatch: Any) -
     assert workers[1].wait(60) == 0, workers[1].output()
 
     assert trainer.summary("calc")["steps"] == STEPS
-    records = recorded(trainer.folder / "runs" / "calc")
-    for rollout in records.rollouts.values():
+    recorded = read_store(trainer.folder / "runs" / "calc" / "store.sqlite")
+    attempts = {(attempt.rollout, attempt.attempt) for attempt in recorded.attempts}
+    for rollout in recorded.rollouts:
         assert (rollout.state, rollout.ending) == (RolloutState.DONE, Ending.FINISHED)
-        assert rollout.counted_attempt in {attempt.attempt for attempt in records.attempts[rollout.id]}
-    endings = Counter(attempt.ending for tried in records.attempts.values() for attempt in tried)
+        assert (rollout.id, rollout.counted_attempt) in attempts
+    endings = Counter(attempt.ending for attempt in recorded.attempts)
     assert endings[Ending.FINISHED] == ROLLOUTS
     assert set(endings) <= {Ending.FINISHED, Ending.LOST}

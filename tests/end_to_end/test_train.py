@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,26 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from testing_aids import read_store
 from transformers import AutoModelForCausalLM
 
 from agl_core.types import AttemptKey, Call, Mode, RolloutState
 from agl_server.store.sqlite import SqliteStore
 
-from .conftest import ROOT, Records, recorded, write_run
+from .conftest import CALC, ROOT
 
 
-def second_turn_reuse(records: Records) -> float:
+def by_rollout(records: Iterable[Any]) -> dict[str, list[Any]]:
+    grouped: dict[str, list[Any]] = {}
+    for record in records:
+        grouped.setdefault(record.rollout, []).append(record)
+    return grouped
+
+
+def second_turn_reuse(calls: Iterable[list[Call]]) -> float:
     """The share of the first turn's tokens that were in the cache when the second turn was asked for."""
     prefix = reused = 0
-    for first, second, *_ in (calls for calls in records.calls.values() if len(calls) > 1):
+    for first, second, *_ in (turns for turns in calls if len(turns) > 1):
         assert first.prompt_ids is not None
         assert first.choices[0].response_ids is not None
         prefix += len(first.prompt_ids) + len(first.choices[0].response_ids)
@@ -53,8 +61,10 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     lines = agl.metrics("calc")
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 2, 4]
-    records = recorded(folder, Mode.TRAIN)
-    assert second_turn_reuse(records) >= 0.9
+    recorded = read_store(folder / "store.sqlite")
+    in_training = {rollout.id for rollout in recorded.rollouts if rollout.mode is Mode.TRAIN}
+    calls = by_rollout(call for call in recorded.calls if call.rollout in in_training)
+    assert second_turn_reuse(calls.values()) >= 0.9
     step_line = r"(?m)^step +(\d)/4  reward [\d.]+  \d+ \+ \d+ tokens  rollouts .* s  update .* s$"
     assert re.findall(step_line, output) == ["1", "2", "3", "4"]
     assert re.search(r"(?m)^the engine, after \d+ s: loading the weights$", output)
@@ -67,9 +77,8 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     for promised in ("turn 0", "tokens", "terminal reward", "advantage" if "advantage" in shown else "dropped"):
         assert promised in shown
 
-    unequal = next(
-        id for id, training in records.training.items() if len(training) > 1 and any(r.advantage for r in training)
-    )
+    training = by_rollout(recorded.training_records)
+    unequal = next(id for id, used in training.items() if len(used) > 1 and any(record.advantage for record in used))
     explained = agl.look("show", folder, unequal)
     # The README's lines but for what is particular to its rollout, of which tools and figures are.
     readme = (ROOT / "README.md").read_text().partition("$ agl show s4-g1-m0\n")[2].partition("```")[0]
@@ -84,11 +93,11 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any) -> None:
     trained = sum(line["update/tokens_trained"] for line in lines if line["kind"] == "train")
     assert summary["trained_tokens"] == {"count": trained, "exact_share": 1.0, "proved": {"exact": trained}}
     assert f"{trained:.0f} trained on: {trained:.0f} exact; proved to be what was sampled: 100.00%" in output
-    used = [record for training in records.training.values() for record in training if record.recomputed]
+    used = [record for record in recorded.training_records if record.recomputed]
     assert len({(record.key, record.step) for record in used}) == len(used)
     assert sum((~np.isnan(record.recomputed.logprobs)).sum() for record in used if record.recomputed) == trained
     assert " exact" in agl.look("show", folder, used[0].rollout, "--tokens")
-    asyncio.run(alter(folder, records.calls[used[0].rollout]))
+    asyncio.run(alter(folder, calls[used[0].rollout]))
     assert " other_tokens" in agl.look("show", folder, used[0].rollout, "--tokens")
 
     printed = agl.run("eval", f"{folder}@3", "--json")
@@ -133,6 +142,7 @@ import openai
 import psutil
 
 async def solve(task, context):
+    messages = [{"role": "user", "content": task["question"]}]
     if not Path("killed").exists():
         Path("killed").touch()
         here = psutil.Process()
@@ -141,7 +151,7 @@ async def solve(task, context):
                 if "agl_torch" in child.cmdline():
                     child.kill()
     async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0) as client:
-        reply = await client.chat.completions.create(model="default", messages=[{"role": "user", "content": task}])
+        reply = await client.chat.completions.create(model="default", messages=messages)
     return reply.choices[0].message.content
 """
 VOLATILE = ("seconds", "restart", "memory", "peak")
@@ -243,9 +253,11 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(agl: Any) -> None:
 
 def test_an_engine_that_dies_while_agents_run_is_the_reason_that_is_given(agl: Any) -> None:
     """Not the agents, which are lost with it, and also where the run had only had its first look at them."""
-    policies = {"default": {"model": {"path": "policy"}}}
-    dies = agl.start("train", write_run(agl.folder, KILLS_ITS_ENGINE, 1, eval={"every": 0}, policies=policies))
+    (agl.folder / "killer.py").write_text(KILLS_ITS_ENGINE)
+    example = CALC.parent
+    there = [f"plugins=['{example}/tasks.py']", f"policies.default.model.path={example}/policy", f"folder={agl.folder}"]
+    dies = agl.start(*agl.calc(*there, "agent.entry=killer:solve", "train.steps=1", "eval.every=0"))
     assert dies.wait() == 2
     assert "Error: The engine was lost during 'rollouts' (exit code -9)" in dies.output()
     assert "agent does not work" not in dies.output()
-    agl.run("train", "--resume", agl.folder / "runs" / "run")
+    agl.run("train", "--resume", agl.folder / "runs" / "calc")

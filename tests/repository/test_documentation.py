@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from chromium import CHROMIUM, MISSING, opened
+from testing_aids import run_command
 
 from agl_core import kinds
 from agl_core.capture import StatusRule, message_status
@@ -33,9 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    command = [sys.executable, ROOT / "docs" / "make_reference.py", "--check"]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
+    run_command(sys.executable, ROOT / "docs" / "make_reference.py", "--check")
 
 
 def _rules_of_adapters(monkeypatch: pytest.MonkeyPatch) -> list[StatusRule]:
@@ -226,15 +223,8 @@ LOADED = re.compile(
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built anew."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    built = subprocess.run(
-        [*command, "--config-file", SITE, "--site-dir", folder],
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert built.returncode == 0, built.stderr
+    build = (sys.executable, "-m", "mkdocs", "build", "--strict")
+    run_command(*build, "--config-file", SITE, "--site-dir", folder, NO_MKDOCS_2_WARNING="1")
     return folder
 
 

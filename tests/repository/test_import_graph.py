@@ -55,16 +55,8 @@ NOT_INSTALLED = {
 """Which distribution brings a package that is not in the environment of the tests, where the names differ."""
 
 NEVER_IN_THE_CORE = {
-    "torch",
-    "transformers",
-    "peft",
-    "langchain",
-    "langchain_core",
-    "langgraph",
-    "openai",
-    "crewai",
-    "smolagents",
-    "dspy",
+    *("torch", "transformers", "peft", "openai"),
+    *("langchain", "langchain_core", "langgraph", "crewai", "smolagents", "dspy"),
 }
 
 

@@ -14,26 +14,11 @@ from zipfile import ZipFile
 
 import pytest
 import yaml
+from testing_aids import run_command
 
 import agl_core
 
-ROOT = Path(__file__).parents[2]
-
 pytestmark = [pytest.mark.storm, pytest.mark.timeout(600)]
-
-
-def run(*command: str | Path, **environment: str) -> str:
-    """Run a command in the repository that must succeed; returns what it printed."""
-    result = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-    )
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +28,9 @@ def dist(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workflow = yaml.safe_load((root / ".github" / "workflows" / "release.yml").read_text())
     commands = [step["run"] for step in workflow["jobs"]["build"]["steps"] if "run" in step]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    run("bash", "-ec", "\n".join(commands), PATH=path, DIST=str(folder), TAG=f"v{agl_core.__version__}")
+    run_command(
+        "bash", "-ec", "\n".join(commands), cwd=root, PATH=path, DIST=str(folder), TAG=f"v{agl_core.__version__}"
+    )
     return folder
 
 
@@ -85,30 +72,27 @@ def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, 
     """Installed from the clone, as the README says."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    run(
-        *(python, "-m", "pip", "install", "--quiet", "-c", root / "constraints.txt"),
-        *(root / "core", root / "adapters" / "langchain"),
+    pip = (python, "-m", "pip")
+    run_command(
+        *pip, "install", "--quiet", "-c", root / "constraints.txt", root / "core", root / "adapters" / "langchain"
     )
 
-    installed = {package["name"].lower() for package in json.loads(run(python, "-m", "pip", "list", "--format=json"))}
+    installed = {package["name"].lower() for package in json.loads(run_command(*pip, "list", "--format=json"))}
     assert {"agl-core", "agl-langchain", "langchain-core"} <= installed
     assert not installed & {"torch", "transformers", "starlette", "uvicorn", "aiohttp", "langgraph", "openai"}
 
-    run(
-        python,
-        "-c",
-        "import agl_langchain, agl_core.client.worker, agl_core.config, agl_core.store, agl_core.cli",
-    )
-    listed = {p["name"]: p["origin"] for p in json.loads(run(python.parent / "agl", "plugins", "--json"))}
+    modules = "agl_langchain, agl_core.client.worker, agl_core.config, agl_core.store, agl_core.cli"
+    run_command(python, "-c", f"import {modules}")
+    listed = {p["name"]: p["origin"] for p in json.loads(run_command(python.parent / "agl", "plugins", "--json"))}
     assert listed["langchain"].startswith("agl-langchain ")
     assert "identical" in listed
     (tmp_path / "rules.py").write_text("import agl_core\n@agl_core.reward_rule\ndef always(episode):\n    return 1.0\n")
     saving = (
         "import agl_core; from agl_core.testing import episodes as make; agl_core.save_episodes('{}', [make.episode()])"
     )
-    run(python, "-c", saving.format(tmp_path / "episodes.jsonl"))
+    run_command(python, "-c", saving.format(tmp_path / "episodes.jsonl"))
     trying = ("reward", "try", tmp_path / "rules.py", "--run", tmp_path / "episodes.jsonl", "--json")
-    (tried,) = json.loads(run(python.parent / "agl", *trying))
+    (tried,) = json.loads(run_command(python.parent / "agl", *trying))
     assert tried["rewards"] == {"always": 1.0}
     refused = subprocess.run(
         [python.parent / "agl", "train", "train.toml"],

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from testing_aids import run_command
 
 from agl_core import hooks, kinds
 from agl_core.capture import AttemptContext, Identity, Recording, current_identity, running
@@ -101,7 +98,7 @@ store = {{ name = "fast_disk" }}
     assert loaded.tasks["train"].options.model_dump() == {"count": 500}
 
 
-def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
+async def test_the_examples_work_as_a_users_own_files(files: list[Path], tmp_path: Path) -> None:
     plugins = Plugins.load(files)
 
     def built(kind: Kind, name: str, *context: Any, **settings: Any) -> Any:
@@ -116,26 +113,26 @@ def test_the_examples_work_as_a_users_own_files(files: list[Path]) -> None:
     assert built(kinds.REWARD, "brevity", limit=5)(long) == 0.0
     assert built(kinds.REWARD, "well_formed")(short) == {short.transitions[1].key: -0.1}
     calculated = replace(short, result="2 + 2", task=replace(short.task, metadata={"value": 4}))
-    assert asyncio.run(built(kinds.REWARD, "calculated")(calculated)) == 1.0
+    assert await built(kinds.REWARD, "calculated")(calculated) == 1.0
     assert built(kinds.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]
     assert built(kinds.REWARD, "shortest").reward([short]) == [None]
     assert built(kinds.CREDIT, "relative", gamma=0.5)([short, long]) == [[0.0, 0.5], [-0.5, -0.5]]
     assert built(kinds.ALGORITHM, "cispo", clip=0.1).clip == (0.1, 0.1)
     sums = built(kinds.TASK_SOURCE, "sums", Path(), 0, count=3)
     assert (sums.size, sums.task(2).input, sums.task(2).metadata) == (3, "2 + 2 = ?", {"result": "4"})
-    asyncio.run(
-        _try_engine(built(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")})))
-    )
+    engine = built(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")}))
+    assert (await engine.start()).models == {"a": "m"}
+    assert await engine.versions() == {"a": 0}
+    await engine.stop()
     assert built(kinds.CONFIG_TABLE, "opening", hour=8).hour == 8
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        curve = built(kinds.TRACKER, "reward_curve", folder, path=folder / "rewards.csv")
-        curve.log(1, {"reward/mean": 0.5})
-        curve.log(2, {"loss": 0.5})
-        assert (folder / "rewards.csv").read_text() == "1,0.5\n"
-        asyncio.run(_try_store(built(kinds.STORE, "fast_disk", Path("my-run"), folder=folder)))
-        assert (folder / "my-run.sqlite").exists()
-    _try_adapter(built(kinds.ADAPTER, "tiny"))
+    curve = built(kinds.TRACKER, "reward_curve", tmp_path, path=tmp_path / "rewards.csv")
+    curve.log(1, {"reward/mean": 0.5})
+    curve.log(2, {"loss": 0.5})
+    assert (tmp_path / "rewards.csv").read_text() == "1,0.5\n"
+    async with built(kinds.STORE, "fast_disk", Path("my-run"), folder=tmp_path) as store:
+        await store.put(Reward("r", 0, "right", 1.0, "right"))
+    assert (tmp_path / "my-run.sqlite").exists()
+    await _try_adapter(built(kinds.ADAPTER, "tiny"))
     _try_run_hooks(plugins, short)
 
 
@@ -146,18 +143,7 @@ def _episode(member: int, result: str, terminal: float = 0.0) -> Episode:
     return make.episode(*calls, rollout=f"r{member}", member=member, task=task, result=result, terminal=terminal)
 
 
-async def _try_engine(engine: Any) -> None:
-    assert (await engine.start()).models == {"a": "m"}
-    assert await engine.versions() == {"a": 0}
-    await engine.stop()
-
-
-async def _try_store(store: Any) -> None:
-    async with store:
-        await store.put(Reward("r", 0, "right", 1.0, "right"))
-
-
-def _try_adapter(adapter: Any) -> None:
+async def _try_adapter(adapter: Any) -> None:
     async def run(agent: Any) -> Identity | None:
         return current_identity()
 
@@ -170,7 +156,7 @@ def _try_adapter(adapter: Any) -> None:
         adapter.attach()
         active = AttemptContext("r", 0, "http://127.0.0.1:9", "key", Recording())
         with running(active):
-            assert asyncio.run(framework.Agent().run()) == Identity("solver")
+            assert await framework.Agent().run() == Identity("solver")
             for report in framework.on_tool_end:
                 report(framework.Agent(), "c1", "search", {}, None, ValueError("no city"))
         assert [(result.tool, result.tool_call_id, result.error) for result in active.recording.tool_results] == [
@@ -206,25 +192,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     backend = '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
     project = re.sub(r"^ +", "", project, flags=re.M).replace(entries[0], "\n".join(entries))
     (source / "pyproject.toml").write_text(f"{project}\n{frameworks}\n{commands}\n{backend}")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--target", str(target), str(source)], check=True)
+    install = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
+    run_command(*install, "--target", target, source)
     return str(target)
-
-
-def run(*command: str, path: str) -> str:
-    """A command that must succeed, with a folder on PYTHONPATH; what it printed."""
-    environment = {**os.environ, "PYTHONPATH": path}
-    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-    return result.stdout
-
-
-AGL = "from agl_core.cli import main; main()"
 
 
 @pytest.mark.storm
 def test_the_package_is_listed_with_its_settings_and_brings_its_command(installed: str) -> None:
-    listed = json.loads(run("-c", AGL, "plugins", "--json", path=installed))
+    def python(*arguments: str) -> str:
+        return run_command(sys.executable, *arguments, PYTHONPATH=installed)
+
+    listed = json.loads(python("-m", "agl_core", "plugins", "--json"))
     mine = {(plugin["kind"], plugin["name"]): plugin for plugin in listed if plugin["origin"] == "my-agl-plugins 0.1"}
     assert set(mine) == {(kind, name) for kind, names in MADE.items() for name in names}
     brevity = mine["reward", "brevity"]
@@ -232,6 +210,6 @@ def test_the_package_is_listed_with_its_settings_and_brings_its_command(installe
     assert brevity["settings"] == [{"name": "limit", "required": False, "default": 200, "description": ""}]
     assert mine["reward", "shortest"]["needs"] == ["groups"]
     assert (mine["credit", "relative"]["yields"], mine["algorithm", "rloo"]["takes"]) == (["return"], "return")
-    assert run("-c", AGL, "greet", "world", path=installed) == "hello world\n"
+    assert python("-m", "agl_core", "greet", "world") == "hello world\n"
     frameworks = "from importlib.metadata import entry_points as e; print(*e(group='agl.frameworks').names)"
-    assert "tiny_agents" in run("-c", frameworks, path=installed).split()
+    assert "tiny_agents" in python("-c", frameworks).split()

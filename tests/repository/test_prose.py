@@ -18,8 +18,7 @@ OPENING = re.compile(r"(?:Of|What|Where|Those|That)\b")
 
 def openings() -> Iterator[tuple[str, str]]:
     """Each such sentence, with its file."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    for path in listed:
+    for path in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split():
         if path.endswith(".md"):
             texts = [re.sub(r"(?ms)^ *```.*?^ *```$|^#.*?$|<!--.*?-->", "\n\n", (ROOT / path).read_text())]
         elif PRODUCT.fullmatch(path):

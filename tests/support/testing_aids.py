@@ -146,11 +146,17 @@ def run_snippets(page: Path) -> dict[str, Any]:
     return names
 
 
-def run_python(program: str, **options: Any) -> None:
+def run_command(*command: str | Path, cwd: Path | None = None, **environment: str) -> str:
+    """Run a command that has to succeed, with these variables more; what it printed."""
+    options: dict[str, Any] = {"cwd": cwd, "env": {**os.environ, **environment}, "stdin": subprocess.DEVNULL}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run_python(program: str, cwd: Path | None = None) -> str:
     """Run a program in a Python process of its own, where nothing is imported yet; it has to succeed."""
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    assert done.returncode == 0, done.stderr
+    return run_command(sys.executable, "-c", textwrap.dedent(program), cwd=cwd)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 from musique import Question, read_questions
 from retrieval import CORPUS, Index, Local, Passage, Remote, open_retriever, read_passages
 from serve_index import LONGEST_QUERY, service
+from testing_aids import run_command
 
 DATA = CORPUS.parent
 SAMPLE = Path(__file__).parent / "musique_ans_v1.0_sample.jsonl"
@@ -79,8 +80,7 @@ BRAZIL = "A country whose capital is Brasilia."
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index folder of the shipped corpus, made by the script."""
     out = tmp_path_factory.mktemp("rag") / "index"
-    command = [sys.executable, str(EXAMPLE / "build_index.py"), str(CORPUS), "--out", str(out)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    output = run_command(sys.executable, EXAMPLE / "build_index.py", CORPUS, "--out", out)
     assert re.match(r"\d{4} passages in ", output)
     return out
 

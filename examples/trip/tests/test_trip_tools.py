@@ -77,7 +77,8 @@ def test_no_tool_raises(name: str, argument: str) -> None:
 
 @given(index=st.integers(0, 10**6))
 def test_before_the_cold_start_no_traveller_was_told_a_cost_and_demonstrations_tell_the_right_one(index: int) -> None:
-    from make_cold_start import lesson, untaught
+    from make_cold_start import untaught
+    from make_trip import lesson
 
     texts = [str(message["content"]) for message in untaught(0, index)]
     travels = [text for text in texts if "cost me" in text]
