@@ -3,55 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from agl_command import working_folder  # noqa: F401
+from agl_command import Command, working_folder  # noqa: F401
 from typer.testing import CliRunner
 
 from agl_core.cli import app
 
 ROOT = Path(__file__).parents[2]
 CALC = ROOT / "examples" / "calc" / "train.toml"
-
-
-@dataclass
-class Command:
-    """One `agl` command under way, in a process group of its own."""
-
-    process: subprocess.Popen[str]
-    log: Path
-
-    def wait(self, timeout: float = 400) -> int:
-        return self.process.wait(timeout)
-
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def until(self, condition: Callable[[], bool], timeout: float = 240) -> None:
-        """Wait for a condition; fail with the log if the command ends before it or the time is up."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"the condition never came; exit code {self.process.poll()}\n{self.output()}")
-            time.sleep(0.01)
-
-    def kill(self) -> None:
-        """SIGKILL the command alone, as a crash would; its engine has to notice by itself."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(60)
-        _, alive = psutil.wait_procs(children, timeout=60)
-        assert not alive, f"left behind: {alive}"
 
 
 @dataclass
@@ -66,22 +30,8 @@ class Agl:
 
     def start(self, *arguments: str | Path) -> Command:
         log = self.folder / f"log-{len(self.started)}.txt"
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200", **self.environment}
-        command = Command(
-            subprocess.Popen(
-                [*self.through, Path(sys.executable).with_name("agl"), *map(str, arguments)],
-                cwd=self.folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log.open("w"),
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            ),
-            log,
-        )
-        self.started.append(command)
-        return command
+        self.started.append(Command.start(*arguments, log=log, through=self.through, **self.environment))
+        return self.started[-1]
 
     def run(self, *arguments: str | Path) -> str:
         """Run to the end; it must succeed."""
@@ -114,9 +64,7 @@ class Agl:
     def stop(self) -> None:
         """Kill what is still running."""
         for command in self.started:
-            if command.process.poll() is None:
-                os.killpg(command.process.pid, signal.SIGKILL)
-                command.process.wait()
+            command.stop()
 
 
 @pytest.fixture

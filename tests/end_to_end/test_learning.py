@@ -16,6 +16,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from agl_command import Command
 from anyio.from_thread import start_blocking_portal
 
 from agl_core.config.load import load
@@ -23,7 +24,7 @@ from agl_core.types import AttemptKey, Mode, RolloutState
 from agl_online.config import learn_section
 from agl_server.store.sqlite import SqliteStore
 
-from .conftest import CALC, Agl, Command
+from .conftest import CALC, Agl
 
 USERS, MOST_CALLS = 16, 4
 PAGE = (Path(__file__).parents[2] / "docs" / "deploy-and-learn.md").read_text()

@@ -234,6 +234,6 @@ def _kill(run: TinyRun, chance: random.Random, victim: str) -> None:
             with contextlib.suppress(ProcessLookupError):  # It has ended just now.
                 os.kill(agent, signal.SIGKILL)
         return
-    name = chance.choice([part.name for part in run.workers]) if victim == WORKER else victim
+    name = chance.choice([name for name in run.parts if name != TRAINER]) if victim == WORKER else victim
     run.parts[name].kill()
     run.begin(name)

@@ -8,21 +8,19 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import tomli_w
 
+from ..support.agl_command import Command
 from ..support.testing_aids import Recorded, read_store
 from .fault_agent import NOTES
 
 HERE = Path(__file__).parent
-AGL = Path(sys.executable).with_name("agl")
 PATIENCE = 240.0
 """Seconds after which a run hangs: a hundred times what anything here takes on a machine with nothing else to do."""
 FOR_EVER = 100_000
@@ -30,39 +28,10 @@ FOR_EVER = 100_000
 
 _LOOK = 0.02
 _TELL = 2.0
-_TAIL = 200
 
 
 class HungError(AssertionError):
     """An expected event did not come; says what every process was doing instead."""
-
-
-@dataclass
-class Part:
-    """One process of the run, with what it started."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def running(self) -> bool:
-        return self.process.poll() is None
-
-    def kill(self) -> None:
-        """SIGKILL it alone, as a crash would; what it started has to notice by itself."""
-        children = psutil.Process(self.pid).children(recursive=True) if self.running else []
-        self.process.kill()
-        self.process.wait(60)
-        _, alive = psutil.wait_procs(children, timeout=60)
-        assert not alive, f"{self.name} was killed, and left behind: {alive}"
-
-    def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL:])
 
 
 TRAINER = "trainer"
@@ -90,12 +59,9 @@ class TinyRun:
         self.notes = root / "notes.jsonl"
         self.overrides: list[str] = []
         """Further arguments of `agl train`."""
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, Command] = {}
         self._workers, self._server = workers, server
         self._environment = {
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "COLUMNS": "200",
             "PYTHONPATH": os.pathsep.join([str(HERE / "child"), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "AGL_FAULTS_FOLDER": str(root),
             NOTES: str(self.notes),
@@ -113,11 +79,11 @@ class TinyRun:
         return (self.folder / "config.toml").is_file()
 
     @property
-    def trainer(self) -> Part:
+    def trainer(self) -> Command:
         return self.parts[TRAINER]
 
     @property
-    def workers(self) -> list[Part]:
+    def workers(self) -> list[Command]:
         return [part for name, part in self.parts.items() if name != TRAINER]
 
     def start(self) -> None:
@@ -125,7 +91,7 @@ class TinyRun:
         for name in (TRAINER, *(f"worker {number}" for number in range(self._workers))):
             self.begin(name)
 
-    def begin(self, name: str) -> Part:
+    def begin(self, name: str) -> Command:
         """Start a part, or start it again, as its user would."""
         if name == TRAINER:
             if self.folder.exists() and not self.begun:
@@ -137,26 +103,16 @@ class TinyRun:
             arguments += ["--server", self._server] if self._server else []
         self._logs += 1
         log = self.root / f"{self._logs:03d}-{name.replace(' ', '-')}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [AGL, *arguments],
-                cwd=self.root,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.parts[name] = Part(name, process, log)
+        self.parts[name] = Command.start(*arguments, log=log, **self._environment)
         return self.parts[name]
 
     def until(self, condition: Callable[[], object], what: str, *, may_end: bool = False) -> None:
         """Wait for a condition; HungError if it does not come, or, unless they `may_end`, a part ends before it."""
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            ended = [part for part in self.parts.values() if not part.running]
+            ended = {name: part.process.returncode for name, part in self.parts.items() if not part.running}
             if ended and not may_end:
-                codes = ", ".join(f"{part.name} with {part.process.returncode}" for part in ended)
+                codes = ", ".join(f"{name} with {code}" for name, code in ended.items())
                 raise HungError(f"{codes} ended, before {what}\n{self.diagnosis()}")
             if time.monotonic() > deadline:
                 raise HungError(f"{PATIENCE:g} seconds were not enough until {what}\n{self.diagnosis()}")
@@ -164,36 +120,32 @@ class TinyRun:
 
     def finish(self) -> None:
         """Wait until training has ended well, then end what would wait for more of it: workers that missed its end."""
-        self._ended(self.trainer)
-        assert self.trainer.process.returncode == 0, self.trainer.tail()
+        self._ended(TRAINER, 0)
         for part in self.parts.values():
             part.process.terminate()
-        for part in self.parts.values():
-            self._ended(part)
-            assert part.process.returncode in (0, -signal.SIGTERM), part.tail()
+        for name in self.parts:
+            self._ended(name, 0, -signal.SIGTERM)
 
-    def _ended(self, part: Part) -> None:
+    def _ended(self, name: str, *codes: int) -> None:
+        part = self.parts[name]
         try:
-            part.process.wait(PATIENCE)
+            assert part.wait(PATIENCE) in codes, part.output()
         except subprocess.TimeoutExpired:
-            raise HungError(f"{part.name} did not end in {PATIENCE:g} s\n{self.diagnosis()}") from None
+            raise HungError(f"{name} did not end in {PATIENCE:g} s\n{self.diagnosis()}") from None
 
     def finish_after(self, more_steps: int) -> int:
         """Have a run that goes on for ever end some steps after its last checkpoint; how many it has made then."""
-        trainer = self.trainer
-        trainer.kill()
+        self.trainer.kill()
         steps = max((int(path.name[-6:]) for path in (self.folder / "checkpoints").glob("step-*")), default=0)
         self.overrides = [f"--set=train.steps={steps + more_steps}"]
-        self.begin(trainer.name)
+        self.begin(TRAINER)
         self.finish()
         return steps + more_steps
 
     def stop(self) -> None:
         """End what is left, in any case."""
         for part in self.parts.values():
-            if part.running:
-                os.killpg(part.pid, signal.SIGKILL)
-                part.process.wait()
+            part.stop()
 
     def running_agents(self) -> list[int]:
         """The processes of agents that are under way."""
@@ -221,16 +173,16 @@ class TinyRun:
         return summary
 
     def diagnosis(self) -> str:
-        """The end of each part's log, with what its processes that still run are doing."""
+        """Each part's log, with what its processes that still run are doing."""
         reports: list[str] = []
-        for part in self.parts.values():
+        for name, part in self.parts.items():
             state = "running" if part.running else f"ended with {part.process.returncode}"
             with contextlib.suppress(psutil.Error):
-                process = psutil.Process(part.pid)
+                process = psutil.Process(part.process.pid)
                 for child in (process, *process.children(recursive=True)):
                     child.send_signal(signal.SIGUSR1)  # `child/sitecustomize.py` answers it.
             time.sleep(_TELL)
-            reports.append(f"===== {part.name} ({part.pid}): {state}; the end of {part.log.name}:\n{part.tail()}")
+            reports.append(f"===== {name} ({part.process.pid}): {state}; {part.log.name}:\n{part.output()}")
         return "\n".join(reports)
 
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from .fault_checks import check_acknowledged, check_ended, wait_for_replies
-from .fault_run import TinyRun
+from .fault_run import TRAINER, TinyRun
 
 FULL = "cannot grow: the disk is full. Free some space"
 MEBIBYTE = 2**20
@@ -40,8 +40,8 @@ def main() -> None:
         check_acknowledged(run)
         ballast.unlink()
         if not run.trainer.running:
-            assert run.trainer.process.returncode == 2, run.trainer.tail()
-            run.begin(run.trainer.name)
+            assert run.trainer.process.returncode == 2, run.trainer.output()
+            run.begin(TRAINER)
         wait_for_replies(run, 5)
         check_ended(run, run.finish_after(2))
     finally:

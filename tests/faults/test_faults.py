@@ -27,7 +27,7 @@ from agl_core.wire import WORKER_KEY
 from .fault_agent import RETRIES
 from .fault_checks import check_ended, drawn_settings, storm, wait_for_replies
 from .fault_proxy import FaultyProxy
-from .fault_run import PATIENCE, TinyRun
+from .fault_run import PATIENCE, TRAINER, TinyRun
 
 KILLS = 6
 STORMS = int(os.environ.get("AGL_FAULT_STORMS", "1"))
@@ -49,20 +49,20 @@ def test_a_worker_that_was_away_at_the_last_step_ends(tiny_run: Callable[..., Ti
     run.start()
     worker = run.workers[0]
     run.until(run.acknowledged, "an agent got a reply")
-    os.kill(worker.pid, signal.SIGSTOP)
+    os.kill(worker.process.pid, signal.SIGSTOP)
     run.trainer.process.wait(PATIENCE)
-    os.kill(worker.pid, signal.SIGCONT)
+    os.kill(worker.process.pid, signal.SIGCONT)
     worker.process.wait(PATIENCE)
     run.finish()
-    assert "the run is over" in worker.log.read_text()
+    assert "the run is over" in worker.output()
 
 
 def test_a_run_without_a_worker_says_who_waits_for_whom(tiny_run: Callable[..., TinyRun]) -> None:
     """In its terminal, in its metrics and to `agl doctor RUN`."""
     run = tiny_run(workers=0, **{"train.steps": 1, "eval.every": 0, "alarms.stall": 2.0})
     run.start()
-    run.until(lambda: "alarm stall" in run.trainer.log.read_text(), "the run said that it stalls")
-    [stall, *_] = [line for line in run.trainer.log.read_text().splitlines() if "alarm stall" in line]
+    run.until(lambda: "alarm stall" in run.trainer.output(), "the run said that it stalls")
+    [stall, *_] = [line for line in run.trainer.output().splitlines() if "alarm stall" in line]
     assert "no worker runs a rollout, and 4 wait in the queue" in stall
     assert "Start a worker: agl worker RUN" in stall
     doctor = CliRunner().invoke(app, ["doctor", str(run.folder)]).output
@@ -175,7 +175,7 @@ def test_a_damaged_log_is_read_up_to_the_damage(tiny_run: Callable[..., TinyRun]
     whole = log.read_bytes()
     cut = chance.randrange(len(whole) // 2, len(whole))
     log.write_bytes(whole[:cut] + chance.choice([b"", chance.randbytes(len(whole) - cut)]))
-    run.begin(run.trainer.name)
+    run.begin(TRAINER)
     wait_for_replies(run, 5)
     steps = run.finish_after(1)
     assert run.summary()["steps"] == steps

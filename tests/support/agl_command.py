@@ -1,17 +1,79 @@
-"""Fixtures that run `agl` commands in this process: import those that you want into your module."""
+"""`agl` commands: in a process of their own, or by fixtures in this one, which you import into your module."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TypeAlias
 
+import psutil
 import pytest
 
 Agl: TypeAlias = Callable[..., CompletedProcess[str]]
+
+
+@dataclass
+class Command:
+    """One `agl` command under way, in a process group of its own; its output goes to a file."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    @classmethod
+    def start(cls, *arguments: str | Path, log: Path, through: tuple[str, ...] = (), **environment: str) -> Command:
+        """Begin it in the log's folder, `through` a command that runs it elsewhere, if there is one."""
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [*through, Path(sys.executable).with_name("agl"), *map(str, arguments)],
+                cwd=log.parent,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200", **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        return cls(process, log)
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, timeout: float = 400) -> int:
+        return self.process.wait(timeout)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def until(self, condition: Callable[[], bool], timeout: float = 240) -> None:
+        """Wait for a condition; fail with the log if the command ends before it or the time is up."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if not self.running or time.monotonic() > deadline:
+                pytest.fail(f"the condition never came; exit code {self.process.poll()}\n{self.output()}")
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """SIGKILL it alone, as a crash would; what it started has to notice by itself."""
+        children = psutil.Process(self.process.pid).children(recursive=True) if self.running else []
+        self.process.kill()
+        self.process.wait(60)
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive, f"left behind: {alive}"
+
+    def stop(self) -> None:
+        """End it in any case, with all that it started."""
+        if self.running:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 @pytest.fixture(name="agl")
