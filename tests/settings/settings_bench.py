@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,8 +15,10 @@ import tomli_w
 
 from agl_core.config.load import LoadedConfig, load
 from agl_core.types import Attempt
+from agl_server.server import LightningServer
 from agl_server.training.metrics import Observer, Summary
-from agl_server.training.run import new_run_dir, train
+from agl_server.training.run import local_server, new_run_dir, train
+from agl_server.training.session import Session, open_session
 
 from .scripted_parts import SEEN
 
@@ -125,6 +128,22 @@ class Bench:
         file = self.folder / "train.toml"
         file.write_text(tomli_w.dumps(self.written(given)))
         return load(file)
+
+    def load_agent(self, name: str, code: str, given: Given = {}) -> LoadedConfig:  # noqa: B006
+        """The same with an agent of this code in a run of this name."""
+        (self.folder / f"{name}.py").write_text(code)
+        return self.load({"agent.entry": f"{name}:solve", "name": name, **given})
+
+    @asynccontextmanager
+    async def serving(self, given: Given = {}) -> AsyncIterator[tuple[LightningServer, Session, Path]]:  # noqa: B006
+        """A run's server, session and folder, before its first step."""
+        loaded = self.load(given)
+        run_dir = new_run_dir(loaded)
+        async with (
+            local_server(loaded, run_dir) as server,
+            open_session(loaded, run_dir, server, Observer()) as session,
+        ):
+            yield server, session, run_dir
 
     async def observed(self, observe: Observe, given: Given) -> Any:
         """The effect's observation with these changes, made once."""

@@ -6,10 +6,11 @@ import asyncio
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from agl_core.cli import app
 from agl_core.errors import AgentError, AglError, ConfigError, TrainingError
@@ -21,11 +22,13 @@ from . import scripted_parts
 from .settings_bench import Bench
 
 
+def agl(*arguments: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "300"}).invoke(app, [str(argument) for argument in arguments])
+
+
 def refused(bench: Bench, agent: str, **given: object) -> tuple[AglError, list[str]]:
     """The error of a training of this agent's code, and the lines before it."""
-    name = f"failing_{abs(hash(agent))}"
-    (bench.folder / f"{name}.py").write_text(agent)
-    loaded = bench.load({"agent.entry": f"{name}:solve", "train.steps": 4, **given})
+    loaded = bench.load_agent(f"failing_{abs(hash(agent))}", agent, {"train.steps": 4, **given})
     observer = Lines()
     run_dir = new_run_dir(loaded)
     with pytest.raises(AglError) as raised:
@@ -35,10 +38,8 @@ def refused(bench: Bench, agent: str, **given: object) -> tuple[AglError, list[s
 
 
 def test_one_that_always_raises(bench: Bench) -> None:
-    error, lines = refused(
-        bench,
-        "def look_up(city):\n    return {}[city]\n\nasync def solve(task):\n    return look_up('Ghent')\n",
-    )
+    agent = "def look_up(city):\n    return {}[city]\n\nasync def solve(task):\n    return look_up('Ghent')\n"
+    error, lines = refused(bench, agent)
     assert isinstance(error, TrainingError)
     assert "steps 1 to 2: 8 crashed" in str(error)
     [evaluated] = [line for line in lines if "step 0, evaluation" in line]
@@ -125,49 +126,42 @@ def test_a_run_that_learned_nothing_says_so_and_why(
     bench: Bench, end: str, rewards: dict[str, Any], status: int, reason: str
 ) -> None:
     """Also where the engine says that it trained on every transition, each with an advantage of 0."""
-    folder, state = bench.folder, "failed" if status else "finished"
-    name = f"{state}-{len(reason)}"
-    (folder / f"ending_{len(reason)}.py").write_text(f"{CALLING}    {end}\n")
-    bench.load({"agent.entry": f"ending_{len(reason)}:solve", "name": name, "eval.every": 0, "rewards": rewards})
+    folder, state, name = bench.folder, "failed" if status else "finished", f"ending_{len(reason)}"
+    bench.load_agent(name, f"{CALLING}    {end}\n", {"eval.every": 0, "rewards": rewards})
 
-    ended = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", str(folder / "train.toml")])
+    ended = agl("train", folder / "train.toml")
 
     assert ended.exit_code == status, ended.output
     assert f"verdict: cannot: {reason}" in ended.output
     assert "8 trained on (8 of them with an advantage of 0)" in ended.output
     summary = json.loads((folder / "runs" / name / "summary.json").read_text())
     assert summary["verdict"]["word"] == "cannot"
-    listed = json.loads(CliRunner().invoke(app, ["runs", "list", str(folder / "runs"), "--json"]).output)
+    listed = json.loads(agl("runs", "list", folder / "runs", "--json").output)
     [entry] = [run for run in listed if run["folder"].endswith(f"/{name}")]
     assert (entry["state"], entry["verdict"]) == (state, summary["verdict"])
-    seen = CliRunner().invoke(app, ["doctor", str(folder / "runs" / name)])
+    seen = agl("doctor", folder / "runs" / name)
     assert f"verdict: cannot: {reason.partition('.')[0]}" in seen.output
     assert seen.exit_code == status
 
 
 def test_an_agent_that_fails_without_a_reply_leaves_nothing(bench: Bench) -> None:
-    folder = bench.folder
-    (folder / "alone.py").write_text("async def solve(task):\n    return {}[0]\n")
-    bench.load({"agent.entry": "alone:solve", "name": "alone", "eval.every": 0})
+    bench.load_agent("alone", "async def solve(task):\n    return {}[0]\n", {"eval.every": 0})
 
-    refused = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", str(folder / "train.toml")])
+    refused = agl("train", bench.folder / "train.toml")
 
     assert "does not work yet, so training did not begin: 3 of 3 rollouts ended as crashed. " in str(refused.exception)
     assert "KeyError: 0" in str(refused.exception)
     assert "view:" not in refused.output, "there is nothing to see"
-    assert not (folder / "runs" / "alone").exists()
+    assert not (bench.folder / "runs" / "alone").exists()
 
 
 def test_a_reply_that_makes_the_agent_raise_is_shown_and_training_begins_once_it_ends_well(bench: Bench) -> None:
     """A policy that is still weak calls a tool that does not exist, say, and the framework raises."""
     folder, run = bench.folder, bench.folder / "runs" / "weak"
-    (folder / "weak.py").write_text(
-        f"NUMBER = [0]\n{CALLING}    NUMBER[0] += 1\n    if NUMBER[0] < 9:\n        raise KeyError('no such tool')\n"
-    )
-    bench.load({"agent.entry": "weak:solve", "name": "weak", "eval.every": 0})
-    agl = CliRunner(env={"COLUMNS": "300"})
+    raising = "    NUMBER[0] += 1\n    if NUMBER[0] < 9:\n        raise KeyError('no such tool')\n"
+    bench.load_agent("weak", f"NUMBER = [0]\n{CALLING}{raising}", {"eval.every": 0})
 
-    refused = agl.invoke(app, ["train", str(folder / "train.toml")])
+    refused = agl("train", folder / "train.toml")
 
     assert isinstance(refused.exception, TrainingError)
     said = str(refused.exception)
@@ -176,12 +170,12 @@ def test_a_reply_that_makes_the_agent_raise_is_shown_and_training_begins_once_it
     assert "KeyError: 'no such tool'" in said
     assert "The model had replied: You said: {" in said
     assert refused.output.count("first look: task ") == 8
-    assert len(json.loads(agl.invoke(app, ["rollouts", str(run), "--json"]).output)) == 8
-    began = agl.invoke(app, ["train", "--resume", str(run)])
+    assert len(json.loads(agl("rollouts", run, "--json").output)) == 8
+    began = agl("train", "--resume", run)
     assert began.exit_code == 0, began.output
 
     sys.modules["weak"].NUMBER[0] = 4
-    began = agl.invoke(app, ["train", str(folder / "train.toml"), "--set=name=later"])
+    began = agl("train", folder / "train.toml", "--set=name=later")
     assert began.exit_code == 0, began.output
     looks = re.findall(
         r"first look: task \w+: (\w+), 1 calls by an unnamed agent; tools: none; reward: [01]", began.output

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,9 @@ from agl_core.testing import episodes as make
 from agl_core.types import Ending, Mode
 from agl_core.wire import SERVER_FILE
 from agl_server.commands.screen import show_in_browser
-from agl_server.server import LightningServer
-from agl_server.training.metrics import Observer
 from agl_server.training.rollouts import scoring_rules
-from agl_server.training.run import local_server, new_run_dir, passthrough_key
-from agl_server.training.session import engine_context, open_session
+from agl_server.training.run import new_run_dir, passthrough_key
+from agl_server.training.session import engine_context
 
 from .settings_bench import HERE, Bench, Effect, Given, Ran, ran
 from .settings_found import every_setting
@@ -113,27 +111,15 @@ async def passthrough(bench: Bench, given: Given) -> Any:
         return gateway.passthrough.url, passthrough_key(gateway)
 
 
-def serving(look: Callable[[LightningServer, str], Awaitable[Any]]) -> Callable[[Bench, Given], Awaitable[Any]]:
-    """Look at a run's server while it serves, at the URL in the run's folder."""
-
-    async def observe(bench: Bench, given: Given) -> Any:
-        loaded = bench.load(given)
-        run_dir = new_run_dir(loaded)
-        async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Observer()):
-            return await look(server, json.loads((run_dir / SERVER_FILE).read_text())["base_url"])
-
-    return observe
-
-
-async def served_at(server: LightningServer, url: str) -> tuple[Any, bool]:
-    """The host, and whether it has our port."""
-    return urlsplit(url).hostname, urlsplit(url).port == PORT
+async def place(bench: Bench, given: Given) -> tuple[str | None, bool]:
+    """The host of a run's server, and whether it has our port."""
+    async with bench.serving(given) as (*_, run_dir):
+        url = urlsplit(json.loads((run_dir / SERVER_FILE).read_text())["base_url"])
+        return url.hostname, url.port == PORT
 
 
 async def has_a_worker(bench: Bench, given: Given) -> bool:
-    loaded = bench.load(given)
-    run_dir = new_run_dir(loaded)
-    async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Observer()) as session:
+    async with bench.serving(given) as (_, session, _):
         return session.workers is not None
 
 
@@ -182,7 +168,7 @@ IN_FLIGHT, KEPT = (
     ran(lambda run: run.summary.as_json()["transitions"]["kept"]),
 )
 SYSTEM = ran(lambda run: sorted({request["messages"][0]["content"] for request in run.seen["requests"]}))
-PLACE, GROUPS, EVALUATIONS = serving(served_at), ran(groups_and_rollouts), ran(evaluations)
+GROUPS, EVALUATIONS = ran(groups_and_rollouts), ran(evaluations)
 CHECKPOINTS, REWARDS, FILES, ENDINGS = ran(checkpoints), ran(rewards), ran(files), ran(endings)
 APART: Given = {"workers.processes": 0}
 TORCH: Given = {"plugins": [], "engine.name": "torch"}
@@ -245,8 +231,8 @@ EFFECTS: Mapping[str, Effect] = {
             "learning_rate": 0.001, "schedule": "cosine", "warmup_steps": 4, "weight_decay": 0.1, "max_grad_norm": 1e-4,
         }.items()
     },
-    "server.host": Effect(PLACE, {"server.host": "127.0.0.2"}, APART),
-    "server.port": Effect(PLACE, {"server.port": PORT}, APART),
+    "server.host": Effect(place, {"server.host": "127.0.0.2"}, APART),
+    "server.port": Effect(place, {"server.port": PORT}, APART),
     "server.view_port": Effect(shows_pages_there, {"server.view_port": PORT}),
     "gateway.passthrough.url": Effect(passthrough, {"gateway.passthrough.url": "http://127.0.0.1:1/v1"}),
     "gateway.passthrough.api_key_env": Effect(

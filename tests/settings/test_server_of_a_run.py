@@ -16,12 +16,12 @@ import pytest
 
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.errors import CapabilityError, ServerError
-from agl_core.types import AlarmName, Mode, Rollout, Task
+from agl_core.testing import episodes as make
+from agl_core.types import AlarmName, Task
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, WORKER_KEY
 from agl_server.health.alarms import alarms_of
 from agl_server.training.metrics import Observer
 from agl_server.training.run import local_server, new_run_dir, train
-from agl_server.training.session import open_session
 
 from .settings_bench import Bench
 
@@ -43,9 +43,11 @@ def files(folder: Path) -> list[Path]:
 async def test_what_a_run_writes_is_for_its_owner_alone(bench: Bench) -> None:
     before = os.umask(0)
     try:
-        loaded = bench.load({"seed": 4, "train.checkpoint_every": 1, "workers.processes": 0})
-        folder = new_run_dir(loaded)
-        async with local_server(loaded, folder) as server, open_session(loaded, folder, server, Observer()):
+        async with bench.serving({"seed": 4, "train.checkpoint_every": 1, "workers.processes": 0}) as (
+            server,
+            _,
+            folder,
+        ):
             serving = modes(folder)
             keys = [server.worker_key.encode(), server.keys.secret.encode()]
             telling = {file.name for file in files(folder) if any(key in file.read_bytes() for key in keys)}
@@ -82,11 +84,7 @@ async def test_it_does_not_listen_elsewhere_without_a_key_and_says_so_before_any
 async def test_with_a_key_it_does(bench: Bench, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKER_KEY, "chosen-by-me")
     monkeypatch.setenv(OPERATOR_KEY, "chosen-too")
-    loaded = bench.load({"server.host": "0.0.0.0", "workers.processes": 0})
-    async with (
-        local_server(loaded, run_dir) as server,
-        open_session(loaded, run_dir, server, Observer()),
-    ):
+    async with bench.serving({"server.host": "0.0.0.0", "workers.processes": 0}) as (server, _, run_dir):
         assert (server.worker_key, server.keys.operator) == ("chosen-by-me", "chosen-too")
         assert server.base_url.startswith("http://127.0.0.1:")
         async with httpx.AsyncClient(trust_env=False) as client:
@@ -102,9 +100,9 @@ async def test_with_a_key_it_does(bench: Bench, run_dir: Path, monkeypatch: pyte
 
 async def test_what_clients_find_as_their_key_is_good_for_no_attempt(bench: Bench, run_dir: Path) -> None:
     """In the trainer's process, whose environment agents share: a request gets its attempt's key by its stamp."""
-    loaded = bench.load()
-    async with local_server(loaded, run_dir) as server, open_session(loaded, run_dir, server, Observer()):
-        rollout = Rollout("s1-g0-m1", run_dir.name, 0, "g", Task("t", {"answer": 1, "wait": 60}), Mode.TRAIN, 1, 1)
+    async with bench.serving() as (server, session, _):
+        task = Task("t", {"answer": 1, "wait": 60})
+        rollout = make.rollout("s1-g0-m1", run=session.run, task=task, step=1, member=1)
         await server.queue.enqueue([rollout])
         while not any(attempt.answered for attempt in server.activity().attempts):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
