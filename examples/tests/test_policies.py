@@ -79,7 +79,6 @@ def test_digits_are_single_and_marks_are_text(policy: Made) -> None:
     assert policy.tokenizer.decode(ends, skip_special_tokens=True) == ""
 
 
-EXAMPLES = Path(__file__).parents[1]
 SOLVED = """\
 <|im_start|>system
 Solve the problem. Use the calculator.
@@ -101,27 +100,6 @@ The answer is 84.<|im_end|>
 """
 
 
-class Policy:
-    """A shipped checkpoint."""
-
-    def __init__(self, example: str) -> None:
-        folder = EXAMPLES / example / "policy"
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder)
-        self.encode = partial(self.tokenizer.encode, add_special_tokens=False)
-
-    def likeliest(self, ids: list[int]) -> list[int]:
-        """At each place the token that the policy would say there; none is known at the first."""
-        with torch.inference_mode():
-            logits_TV = self.model(input_ids=torch.tensor([ids])).logits[0]
-        return [-1, *logits_TV.argmax(-1).tolist()[:-1]]
-
-    def would_say(self, head: list[int], reply: str) -> bool:
-        """Greedy decoding after `head` gives `reply`."""
-        ids = self.encode(reply)
-        return self.likeliest([*head, *ids])[len(head) :] == ids
-
-
 def solved(arguments: Any) -> list[dict[str, Any]]:
     call = {"type": "function", "id": "x", "function": {"name": "calculator", "arguments": arguments}}
     return [
@@ -136,7 +114,7 @@ def solved(arguments: Any) -> list[dict[str, Any]]:
 def test_the_template_renders_calls_as_text_or_object_parallel_ones_and_text_beside_them() -> None:
     from make_calc import TOOLS
 
-    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "calc" / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "calc" / "policy")
     render = partial(tokenizer.apply_chat_template, tools=TOOLS, tokenize=False)
     for arguments in ('{"expression": "12*7"}', {"expression": "12*7"}):
         assert render(solved(arguments)) == SOLVED
@@ -155,7 +133,7 @@ def test_a_prompt_does_not_show_the_ids_of_tool_calls() -> None:
     """The engine makes them up: were they shown, no state would ever repeat within a group."""
     from make_trip import RECIPE, conversation
 
-    tokenizer, messages = AutoTokenizer.from_pretrained(EXAMPLES / "trip" / "policy"), conversation(0, 0)
+    tokenizer, messages = AutoTokenizer.from_pretrained(FOLDER / "trip" / "policy"), conversation(0, 0)
     renamed = json.loads(json.dumps(messages).replace('"call_', '"other_'))
     assert renamed != messages
     assert RECIPE.shown.render(tokenizer, renamed) == RECIPE.shown.render(tokenizer, messages)
@@ -165,18 +143,24 @@ def test_calc_would_rather_guess_and_copies_held_out_numbers_into_a_call() -> No
     from make_calc import GUESS, RECIPE
     from problems import Split, problem
 
-    policy = Policy("calc")
+    folder = FOLDER / "calc" / "policy"
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+
+    @torch.inference_mode()
+    def likeliest(head: str, reply: str) -> list[tuple[int, int]]:
+        """Each token of the reply, with the one that the policy would say in its place."""
+        before, ids = (tokenizer.encode(text, add_special_tokens=False) for text in (head, reply))
+        logits_TV = model(input_ids=torch.tensor([[*before, *ids]])).logits[0]
+        return list(zip(ids, logits_TV[len(before) - 1 : -1].argmax(-1).tolist(), strict=True))
+
     guesses, copied = [], []
     for index in range(8):
         task = problem(Split.EVAL, 0, index)
         prompt = [*solved("{}")[:1], {"role": "user", "content": task.question}]
-        head = policy.encode(RECIPE.shown.render(policy.tokenizer, prompt, add_generation_prompt=True))
-        guesses.append(policy.would_say(head, f"{GUESS}<|im_end|>"))
-        ids = [
-            *head,
-            *policy.encode(f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{task.expression}'),
-        ]
-        pairs = zip(ids[len(head) :], policy.likeliest(ids)[len(head) :], strict=True)
-        copied += [token == by_policy for token, by_policy in pairs if policy.tokenizer.decode([token]).isdigit()]
+        head = RECIPE.shown.render(tokenizer, prompt, add_generation_prompt=True)
+        guesses.append(all(token == said for token, said in likeliest(head, f"{GUESS}<|im_end|>")))
+        call = f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{task.expression}'
+        copied += [token == said for token, said in likeliest(head, call) if tokenizer.decode([token]).isdigit()]
     assert sum(guesses) >= 7
     assert sum(copied) / len(copied) > 0.95

@@ -4,21 +4,15 @@
 
 The prompts have 60 tokens, the replies 32; once they are free, and once they have to be JSON of a schema. Times are CPU
 seconds, the best of five steps, so that other programs disturb them little.
-
-The second table is what clients of the engine's process wait for, in wall-clock time on a quiet machine.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import numpy as np
 import torch
 from tables import table
@@ -29,11 +23,10 @@ from agl_algorithms.plugin import GrpoOptions
 from agl_chat.backends import Request
 from agl_core.config.sections import OptimizerSection
 from agl_core.learning.transitions import grammar_of
-from agl_core.testing.engines import Row, batch_of, engine_context
+from agl_core.testing.engines import Row, batch_of
 from agl_torch import attention
 from agl_torch.batching import tokens_per_pass
 from agl_torch.loading import LoadedModel
-from agl_torch.plugin import TorchEngine, TorchOptions
 from agl_torch.sampler import Sampler
 from agl_torch.trainer import PolicyTrainer
 
@@ -41,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from tiny_tokenizers import make_tokenizer
 
 STEPS, PROMPTS, GROUP, PROMPT, RESPONSE = 5, 16, 8, 60, 32
-LONE_CALLS, EPISODES, TURNS = 40, 8, 20
 ITEM = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "count": {"type": "integer"}},
@@ -99,52 +91,6 @@ def measure(schema: object) -> dict[str, float]:
     return best
 
 
-async def waited(folder: Path) -> list[str]:
-    """The rows of what clients wait for: a call of one token, the first of 32 tokens, and a few long episodes."""
-    model = make_model()
-    model.model.save_pretrained(folder / "model")
-    model.tokenizer.save_pretrained(folder / "model")
-    engine = TorchEngine(TorchOptions(threads=1, max_context=256), engine_context(folder, str(folder / "model")))
-    upstream = await engine.start()
-    headers, url = {"Authorization": f"Bearer {upstream.api_key}"}, f"{upstream.urls[0]}/chat/completions"
-    messages = [{"role": "user", "content": "Which is the longest river?"}]
-
-    async def call(client: httpx.AsyncClient) -> None:
-        body = {"model": "default", "messages": messages, "max_tokens": 1}
-        (await client.post(url, json=body)).raise_for_status()
-
-    async def first_token(client: httpx.AsyncClient) -> None:
-        body = {"model": "default", "messages": messages, "max_tokens": RESPONSE, "stream": True}
-        async with client.stream("POST", url, json=body) as reply:
-            await anext(reply.aiter_bytes())
-
-    async def median(ask: Callable[[httpx.AsyncClient], Awaitable[None]]) -> float:
-        seconds = []
-        async with httpx.AsyncClient(headers=headers) as client:
-            for _ in range(LONE_CALLS):
-                started = time.perf_counter()
-                await ask(client)
-                seconds.append(time.perf_counter() - started)
-        return float(np.median(seconds))
-
-    async def episode() -> None:
-        async with httpx.AsyncClient(headers=headers) as client:
-            for _ in range(TURNS):
-                await call(client)
-
-    try:
-        lone, first, started = await median(call), await median(first_token), time.perf_counter()
-        await asyncio.gather(*(episode() for _ in range(EPISODES)))
-        together = time.perf_counter() - started
-    finally:
-        await engine.stop()
-    return [
-        f"a lone call of one token | {1000 * lone:.1f} ms",
-        f"the first of {RESPONSE} tokens, streamed | {1000 * first:.1f} ms",
-        f"{EPISODES} episodes at once of {TURNS} such calls | {together:.2f} s",
-    ]
-
-
 def main() -> None:
     torch.set_num_threads(1)
     free, held = measure(None), measure(SCHEMA)
@@ -153,9 +99,7 @@ def main() -> None:
         f"{part} | {free[part]:.2f} | {held[part]:.2f} | {tokens / free[part]:,.0f} | {tokens / held[part]:,.0f}"
         for part in free
     )
-    print(f"{table('part | CPU s | of JSON | tokens per CPU s | of JSON', rows)}\n")
-    with tempfile.TemporaryDirectory() as folder:
-        print(table("through the engine's process | wall clock", asyncio.run(waited(Path(folder)))))
+    print(table("part | CPU s | of JSON | tokens per CPU s | of JSON", rows))
 
 
 if __name__ == "__main__":

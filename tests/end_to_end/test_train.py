@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from testing_aids import read_store
+from testing_aids import read_store, run_python
 from transformers import AutoModelForCausalLM
 
 from agl_core.types import AttemptKey, Call, Mode, RolloutState
@@ -261,3 +261,24 @@ def test_an_engine_that_dies_while_agents_run_is_the_reason_that_is_given(agl: A
     assert "Error: The engine was lost during 'rollouts' (exit code -9)" in dies.output()
     assert "agent does not work" not in dies.output()
     agl.run("train", "--resume", agl.folder / "runs" / "calc")
+
+
+FROM_PYTHON = """
+import asyncio, json, tomllib, agl_server
+short = {"train.steps": 1, "train.groups_per_step": 2, "eval.every": 0, "runs": "runs"}
+first = agl_server.train(CONFIG, **short)
+mapping = {**tomllib.load(open(CONFIG, "rb")), "name": "mapped", "folder": FOLDER}
+second = asyncio.run(agl_server.train_async(mapping, **short))
+for run in (first, second):
+    sampled = run.transitions(mode="train")
+    agents = sampled["agent"].unique().tolist()
+    print(json.dumps([run.folder.name, len(run.metrics()), len(run.rollouts(mode="train")), agents]))
+"""
+
+
+@pytest.mark.storm
+def test_a_script_trains_and_reads_its_runs(tmp_path: Path) -> None:
+    code = f"CONFIG, FOLDER = {str(CALC)!r}, {str(CALC.parent)!r}\n{FROM_PYTHON}"
+    first, second = (json.loads(line) for line in run_python(code, tmp_path).splitlines() if line.startswith("["))
+    assert (first[0], second[0]) == ("calc", "mapped")
+    assert first[1:] == second[1:] == [1, 2 * 8, ["solver"]]

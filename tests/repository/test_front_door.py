@@ -1,7 +1,10 @@
-"""The front door: the metadata of the packages, and the files that GitHub reads."""
+"""The front door: the metadata of the packages, the files that GitHub reads, and the names that are promised."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -9,6 +12,8 @@ from typing import Any
 
 import pytest
 from testing_aids import run_command
+
+import agl_core
 
 GITHUB = {
     "github-workflows": ".github/workflows/*.yml",
@@ -57,3 +62,29 @@ def test_workflows_pin_their_actions_and_call_targets_of_the_makefile(root: Path
     assert [action for action in actions if not re.search(r"@(v|release/v)\d+$", action)] == []
     assert {"test", "dist", "storms"} <= set(targets)
     assert [target for target in targets if f"\n{target}: " not in makefile] == []
+
+
+@pytest.mark.parametrize("name", sorted(set(agl_core.__all__) - {"__version__"}))
+def test_every_public_name_exists_and_has_a_docstring(name: str) -> None:
+    assert inspect.getdoc(getattr(agl_core, name))
+
+
+def test_tab_completion_offers_the_public_names() -> None:
+    assert dir(agl_core) == sorted(agl_core.__all__)
+
+
+def test_the_version_is_that_of_the_distribution(distributions: dict[str, Any]) -> None:
+    assert agl_core.__version__ == distributions["agl-core"].project["version"]
+
+
+def test_every_example_in_a_docstring_is_true(distributions: dict[str, Any]) -> None:
+    ran = 0
+    for distribution in distributions.values():
+        for file in distribution.sources:
+            if ">>> " in file.read_text():
+                module = ".".join(file.relative_to(distribution.folder).with_suffix("").parts)
+                result = doctest.testmod(importlib.import_module(module.removesuffix(".__init__")))
+                assert result.failed == 0, f"the examples in {file} are wrong; see above"
+                ran += result.attempted
+
+    assert ran > 0

@@ -19,7 +19,7 @@ from agl_server.training.run import new_run_dir, train
 
 from ..support.scripted_run import Lines
 from . import scripted_parts
-from .settings_bench import Bench
+from .conftest import Bench
 
 
 def agl(*arguments: str | Path) -> Result:

@@ -30,7 +30,7 @@ from agl_server.training.rollouts import scoring_rules
 from agl_server.training.run import new_run_dir, passthrough_key
 from agl_server.training.session import engine_context
 
-from .settings_bench import HERE, Bench, Effect, Given, Ran, ran
+from .conftest import HERE, Bench, Effect, Given, Ran, ran
 from .settings_found import every_setting
 
 

@@ -25,8 +25,8 @@ from agl_server.training.run import evaluate, new_run_dir, train
 
 from ..support.scripted_run import Lines
 from . import scripted_agent, scripted_parts
+from .conftest import Bench
 from .scripted_parts import SEEN
-from .settings_bench import Bench
 
 
 async def trained(bench: Bench, **settings: Any) -> Path:

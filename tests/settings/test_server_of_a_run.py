@@ -23,7 +23,7 @@ from agl_server.health.alarms import alarms_of
 from agl_server.training.metrics import Observer
 from agl_server.training.run import local_server, new_run_dir, train
 
-from .settings_bench import Bench
+from .conftest import Bench
 
 OF_OTHERS = {"seen.json", "weights.json", "store.sqlite.lock"}
 """The files that the engine writes, and an empty one."""

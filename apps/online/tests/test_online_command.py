@@ -38,10 +38,20 @@ class Place:
     agl: Agl
     """In this process; the server alone has one of its own."""
 
-    def key(self, *arguments: str) -> str:
-        ended = self.agl("sessions", "key", "support", "support", *arguments)
+    def run(self, *arguments: str) -> str:
+        """What a command prints, which has to succeed."""
+        ended = self.agl(*arguments)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()
+
+    def refusal(self, *arguments: str) -> str:
+        """The words of a command that refuses."""
+        ended = self.agl(*arguments)
+        assert ended.returncode == 2, arguments
+        return ended.stderr
+
+    def key(self, *options: str) -> str:
+        return self.run("sessions", "key", "support", "support", *options)
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[tuple[subprocess.Popen[str], str]]:
@@ -57,10 +67,17 @@ class Place:
                 server.communicate()
 
     def listed(self) -> list[dict[str, Any]]:
-        ended = self.agl("sessions", "list", "support", "--json")
-        assert ended.returncode == 0, ended.stderr
-        sessions: list[dict[str, Any]] = json.loads(ended.stdout)
+        sessions: list[dict[str, Any]] = json.loads(self.run("sessions", "list", "support", "--json"))
         return sessions
+
+    def say(self, url: str, call: str) -> dict[str, Any]:
+        """Feedback on a call."""
+        headers = {"Authorization": f"Bearer {self.key('--feedback')}"}
+        body = {"call": call, "rewards": {"thumbs": 1}, "id": "f"}
+        said: dict[str, Any] = (
+            httpx.post(f"{url}/agl/v1/feedback", json=body, headers=headers).raise_for_status().json()
+        )
+        return said
 
 
 @pytest.fixture
@@ -91,30 +108,18 @@ def test_no_session_is_lost_or_counted_twice_when_the_server_is_killed_between_c
         with openai.OpenAI(base_url=f"{url}{begun['path']}/v1", api_key=begun["key"]) as agent:
             agent.chat.completions.create(model="any", messages=[{"role": "user", "content": "begun before the kill"}])
         replies.append(ask(url, key, "three", "talk", **{"x-agl-session-end": "1"}))
-        answer = httpx.post(
-            f"{url}/agl/v1/feedback",
-            json={"call": replies[0].id, "rewards": {"thumbs": 1}, "id": "f"},
-            headers={"Authorization": f"Bearer {deployment.key('--feedback')}"},
-        )
-        assert answer.status_code == 200, answer.text
+        assert deployment.say(url, replies[0].id)["new"]
         server.kill()
     with deployment.serving() as (server, url):
-        again = httpx.post(
-            f"{url}/agl/v1/feedback",
-            json={"call": replies[0].id, "rewards": {"thumbs": 1}, "id": "f"},
-            headers={"Authorization": f"Bearer {deployment.key('--feedback')}"},
-        )
-        assert again.json()["new"] is False
+        assert not deployment.say(url, replies[0].id)["new"]
     by_name = {s["name"]: s for s in deployment.listed()}
     assert len(deployment.listed()) == 2
     assert by_name["talk"]["calls"] == 3
     assert [f["rewards"] for f in by_name["talk"]["feedback"]] == [{"thumbs": 1.0}]
     assert [s["calls"] for name, s in by_name.items() if name != "talk"] == [1]
-    shown = deployment.agl("show", "support", by_name["talk"]["id"])
-    assert shown.returncode == 0, shown.stderr
-    assert all(text in shown.stdout for text in ("one", "two", "three"))
-    listed = deployment.agl("rollouts", "support", "--mode", "use")
-    assert by_name["talk"]["id"] in listed.stdout
+    shown = deployment.run("show", "support", by_name["talk"]["id"])
+    assert all(text in shown for text in ("one", "two", "three"))
+    assert by_name["talk"]["id"] in deployment.run("rollouts", "support", "--mode", "use")
 
 
 def test_sessions_are_deleted_by_the_server_or_without_one(deployment: Place) -> None:
@@ -126,26 +131,19 @@ def test_sessions_are_deleted_by_the_server_or_without_one(deployment: Place) ->
         for name in ("Rapunzel", "Aschenputtel", "Dornröschen"):
             ask(url, key, name, f"talk-{name[0]}")
         first, second, third = [s["id"] for s in deployment.listed()]
-        done = deployment.agl("sessions", "delete", "support", first)
-        assert done.returncode == 0, done.stderr
+        deployment.run("sessions", "delete", "support", first)
         assert [s["id"] for s in deployment.listed()] == [second, third]
         assert b"Rapunzel" not in raw()
-        unknown = deployment.agl("sessions", "delete", "support", f"use-{'0' * 24}-{'0' * 12}")
-        assert unknown.returncode == 2
-        assert "There is no session" in unknown.stderr
-    done = deployment.agl("sessions", "delete", "support", second)
-    assert done.returncode == 0, done.stderr
+        unknown = f"use-{'0' * 24}-{'0' * 12}"
+        assert "There is no session" in deployment.refusal("sessions", "delete", "support", unknown)
+    deployment.run("sessions", "delete", "support", second)
     assert [s["id"] for s in deployment.listed()] == [third]
     assert b"Aschenputtel" not in raw()
-    unknown = deployment.agl("sessions", "delete", "support", "use-nothing")
-    assert unknown.returncode == 2
-    assert "nothing was deleted" in unknown.stderr
+    assert "nothing was deleted" in deployment.refusal("sessions", "delete", "support", "use-nothing")
 
 
 def test_what_is_wrong_is_said(deployment: Place) -> None:
-    no_key = deployment.agl("sessions", "key", "support", "support")
-    assert no_key.returncode == 2
-    assert "not a run's folder" in no_key.stderr
+    assert "not a run's folder" in deployment.refusal("sessions", "key", "support", "support")
     for change, says in (
         ("online.applications={}", "[online] applications"),
         ("online.redact=['(']", "no regular expression"),
@@ -155,16 +153,11 @@ def test_what_is_wrong_is_said(deployment: Place) -> None:
         ("online.upstream_key_env='NO_SUCH_KEY'", "NO_SUCH_KEY is not set"),
         ("online.upstream='http://127.0.0.1:9/v1'", "cannot be reached"),
     ):
-        refused = deployment.agl("serve", "support.toml", "--set", change)
-        assert refused.returncode == 2, change
-        assert says in refused.stderr, (change, refused.stderr)
+        assert says in deployment.refusal("serve", "support.toml", "--set", change), change
     assert not (deployment.folder / "runs" / "support").exists()
     with deployment.serving():
-        other = deployment.agl("sessions", "key", "support", "nobody")
-        assert other.returncode == 2
-        assert "no application 'nobody'. Known: support" in other.stderr
-    trained = deployment.agl("train", "support.toml")
-    assert (trained.returncode, "nothing to train" in trained.stderr) == (2, True)
+        assert "no application 'nobody'. Known: support" in deployment.refusal("sessions", "key", "support", "nobody")
+    assert "nothing to train" in deployment.refusal("train", "support.toml")
 
 
 PLUGIN = """

@@ -15,7 +15,7 @@ from chromium import CHROMIUM, MISSING, Page, opened
 from agl_server.store.sqlite import SqliteStore
 from agl_view.serving import shown_beside
 
-from .viewed_runs import Folder, rollout
+from .conftest import Folder, rollout
 
 pytestmark = [pytest.mark.storm, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]
 

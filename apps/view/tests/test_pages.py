@@ -12,7 +12,7 @@ import pytest
 
 from agl_core.types import Attempt, Call, Ending, Mode, Rollout, Task, TrainingRecord
 
-from .viewed_runs import HERE, HOSTILE, Folder, Parsed, rollout, text_of
+from .conftest import HERE, HOSTILE, Folder, Parsed, rollout, text_of
 
 STEP = "/runs/calc/rollouts?step=1&mode=train"
 

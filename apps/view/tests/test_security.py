@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from agl_command import Agl, agl_in_process  # noqa: F401
 from starlette.testclient import TestClient
 
 from agl_core.errors import ServerError, StoreError
@@ -22,7 +23,7 @@ from agl_server.store.connections import is_written
 from agl_server.store.sqlite import SqliteStore
 from agl_view.serving import make_app, shown_beside
 
-from .viewed_runs import HERE, TOKEN, Folder, rollout
+from .conftest import HERE, TOKEN, Folder, rollout
 
 
 @pytest.fixture
@@ -173,14 +174,9 @@ def test_the_printed_address_opens_and_ctrl_c_ends_it(runs: Folder, view: subpro
     assert "Traceback" not in output
 
 
-def test_a_folder_without_runs_is_named(runs: Folder, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("agl"), "view", "nope", "--no-browser"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_a_folder_without_runs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agl: Agl) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = agl("view", "nope", "--no-browser")
 
     assert done.returncode == 2
     assert "nope is not a run's folder" in done.stderr
