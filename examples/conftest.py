@@ -23,7 +23,6 @@ class ScriptedModel:
         upstream.answer = self._answer
 
     def clear(self) -> None:
-        """Forget what was sent."""
         self._received.clear()
 
     @property
@@ -57,5 +56,4 @@ def _endpoint() -> Iterator[ScriptedUpstream]:
 
 @pytest.fixture
 def model(_endpoint: ScriptedUpstream) -> ScriptedModel:
-    """The model behind the agent, to be given replies."""
     return ScriptedModel(_endpoint)

@@ -42,10 +42,7 @@ def nothing_else(run: Path) -> Result:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run."""
-
     folder: Path
-    """The example's."""
     label: str
     settings: tuple[str, ...]
     """Changes to the example's `train.toml`."""

@@ -20,7 +20,6 @@ Choice = TypeVar("Choice")
 
 
 def opened(system: str, question: str) -> list[Message]:
-    """How the conversation of an agent begins."""
     return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
 
@@ -29,7 +28,6 @@ def says(content: str) -> Message:
 
 
 def uses(tool: str, arguments: str, result: str, call_id: str = "call_0") -> list[Message]:
-    """A tool call, and what the tool says to it."""
     call = {"type": "function", "id": call_id, "function": {"name": tool, "arguments": arguments}}
     return [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -61,7 +59,6 @@ class Demonstrations:
     def render(
         self, tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool = False
     ) -> str:
-        """A conversation as text, by the tokenizer's chat template."""
         tools: list[Any] = self.tools
         text = tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt

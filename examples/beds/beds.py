@@ -95,12 +95,10 @@ class Outcome:
 
 
 def letter(content: str | None) -> str:
-    """The letter of a reply."""
     return (content or "").strip()
 
 
 def right(topic: str, word: str) -> str:
-    """The right letter for a word."""
     letters = LETTERS.replace(SKIP, "") if topic == "get" else LETTERS
     return letters[zlib.crc32(f"{topic} {word}".encode()) % len(letters)]
 

@@ -56,7 +56,6 @@ def ignore_result(task: Problem) -> list[Message]:
 
 
 def solve_it(task: Problem) -> list[Message]:
-    """The right behaviour."""
     return _and_answer(_use_tool(task.expression))
 
 
@@ -85,7 +84,6 @@ def lesson(seed: int, index: int) -> list[Message]:
 
 
 def behave(behaviour: Callable[[Problem], list[Message]], task: Problem) -> list[Message]:
-    """The whole conversation of an agent that behaves like this."""
     return [*opened(SYSTEM_PROMPT, task.question), *behaviour(task)]
 
 
@@ -94,7 +92,6 @@ def _and_answer(used: list[Message]) -> list[Message]:
 
 
 def _use_tool(expression: str) -> list[Message]:
-    """A tool call and what the tool says to it."""
     try:
         result = calculator.invoke({"expression": expression})
     except ValueError as error:

@@ -31,8 +31,6 @@ class Split(StrEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """One word problem."""
-
     question: str
     result: str
     """The right answer, as digits."""

@@ -76,7 +76,6 @@ def _problem(seed: int, index: int, lengths: Mapping[int, float]) -> Problem:
 
 
 def behave(task: Problem, choose: Callable[[Situation], Choice]) -> list[Message]:
-    """The whole conversation of an assistant that chooses like this."""
     messages = opened(SYSTEM_PROMPT, task.question)
     done = errors = 0
     situation, result = Situation.ASKED, ""

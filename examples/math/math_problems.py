@@ -72,8 +72,6 @@ class Step:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem and how it is solved."""
-
     question: str
     last_as_written: str
     """The last operation as the question has it: all of the expression, with a letter, or with the first number."""

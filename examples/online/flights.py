@@ -18,8 +18,6 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sun
 
 @dataclass(frozen=True)
 class Wish:
-    """One traveller's wish."""
-
     city: str
     day: str
     airline: str | None = None

@@ -15,12 +15,10 @@ from recipes import Demonstrations, Message, Recipe, Shape, opened, says, uses
 
 
 def search_city(wish: Wish) -> list[Message]:
-    """The cheapest fare."""
     return _searched(wish.city)
 
 
 def search_airline(wish: Wish) -> list[Message]:
-    """The fare of the airline that was asked for."""
     return _searched(f"{wish.airline} {wish.city}")
 
 
@@ -50,7 +48,6 @@ def lesson(seed: int, index: int) -> list[Message]:
 
 
 def behave(behaviour: Callable[[Wish], list[Message]], wish: Wish) -> list[Message]:
-    """The whole conversation."""
     return [*opened(SYSTEM_PROMPT, wish.question), *behaviour(wish)]
 
 

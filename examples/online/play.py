@@ -95,7 +95,6 @@ PLAYS: Mapping[str, Play] = {
 
 
 def play(name: str, seed: int, sessions: int | None, settings: Sequence[str]) -> Result:
-    """Play it, and return what is kept."""
     chosen = PLAYS[name]
     run_name = f"online-{name}-{seed}"
     settings = (*chosen.settings, f"seed={seed}", f"name={run_name}", *settings)
@@ -192,7 +191,6 @@ def recovered(result: Result) -> int | None:
 
 
 def row(key: str, result: Result) -> str:
-    """The result of a play, as a row of a table."""
     shift, right = min(result["shift"], len(result["right"])), result["right"]
     after = right[shift : shift + 2 * WINDOW]
     became = Counter(d["state"] for d in result["decisions"] if d["version"])
@@ -203,7 +201,6 @@ def row(key: str, result: Result) -> str:
 
 
 def kept() -> dict[str, Result]:
-    """The results so far."""
     results: dict[str, Result] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     return results
 

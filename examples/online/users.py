@@ -37,8 +37,6 @@ _PAUSE = 0.2
 
 @dataclass(frozen=True)
 class Traveller:
-    """One traveller of a crowd."""
-
     number: int
     wish: Wish
     gives_feedback: bool

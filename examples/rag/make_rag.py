@@ -77,8 +77,6 @@ class Situation(StrEnum):
 
 @dataclass(frozen=True)
 class Search:
-    """A reply that searches."""
-
     query: str
 
 
@@ -149,7 +147,6 @@ def _flawless(task: Asked) -> list[Message]:
 
 
 def behave(task: Asked, choose: Callable[[Situation], Choice]) -> list[Message]:
-    """The whole conversation of an agent that chooses like this."""
     messages = opened(INSTRUCTIONS, task.question)
     hops, situation = 0, Situation.START
     for turn in range(MOST_REPLIES):

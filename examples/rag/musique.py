@@ -45,7 +45,6 @@ class Question(BaseModel):
 
     @property
     def answers(self) -> list[str]:
-        """The answer in all its forms."""
         return [self.answer, *self.answer_aliases]
 
 

@@ -55,7 +55,6 @@ class Index:
 
     @classmethod
     def build(cls, passages: Sequence[Passage]) -> Index:
-        """Index passages in memory."""
         bm25 = bm25s.BM25()
         bm25.index(_words([f"{f'{each.title} ' * TITLE_COUNTS}{each.text}" for each in passages]), show_progress=False)
         return cls(bm25, [asdict(each) for each in passages])
@@ -68,7 +67,6 @@ class Index:
         return cls(bm25, corpus)
 
     def save(self, folder: Path) -> None:
-        """Write the index and its passages."""
         self._bm25.save(folder, corpus=self._corpus, show_progress=False)
 
     def __len__(self) -> int:

@@ -27,14 +27,11 @@ LONGEST_QUERY = 1000
 
 
 class Search(BaseModel):
-    """The body of a request."""
-
     query: str = Field(max_length=LONGEST_QUERY)
     k: int = Field(2, ge=1, le=100)
 
 
 def service(retriever: Local) -> Starlette:
-    """The service as an ASGI application."""
 
     async def search(request: Request) -> JSONResponse:
         try:

@@ -27,9 +27,7 @@ class Entity:
     facts: dict[str, str]
     """The facts in its passages, by relation; the value may be another entity's name."""
     texts: dict[str, str]
-    """The passages' texts, by relation."""
     country: str
-    """The country that it belongs to."""
 
 
 def city(name: str, country: str) -> Entity:

@@ -43,7 +43,6 @@ def drawn_from(split: Split, terms: int) -> list[Sum]:
 
 
 def result(terms: Sum) -> int:
-    """The result of a sum."""
     total = 0
     for sign, number in zip(("+", *terms[1::2]), terms[::2], strict=True):
         total += int(number) if sign == "+" else -int(number)

@@ -16,7 +16,6 @@ ROWS = (12, 30)
 
 
 def make(file: Path, name: str, tables: tuple[Table, ...]) -> None:
-    """Write one database."""
     file.unlink(missing_ok=True)
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("PRAGMA page_size = 512")

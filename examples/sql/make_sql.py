@@ -94,12 +94,10 @@ def demonstrated(name: str, shares: Shares) -> list[Message]:
 
 
 def drawn(rng: random.Random, shares: Mapping[Any, float]) -> Any:
-    """One of some things, by its share."""
     return rng.choices(list(shares), list(shares.values()))[0]
 
 
 def written(task: Question, habit: Habit) -> str:
-    """The query that a habit writes."""
     select = task.miscounted if habit in (Habit.COUNT, Habit.BOTH) else task.select
     rest = task.forgotten if habit in (Habit.FORGET, Habit.BOTH) else task.rest
     return task.query(select, rest)

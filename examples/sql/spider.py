@@ -25,7 +25,6 @@ class Difficulty(StrEnum):
 
 
 FILES = {"train": "train_spider.json", "dev": "dev.json"}
-"""The file of each split."""
 
 _TOKEN = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|\w+|[^\w\s]""")
 _CLAUSES = ("select", "from", "where", "group", "having", "order", "limit")
@@ -115,8 +114,6 @@ def _listed(tokens: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question of Spider."""
-
     question: str
     query: str
     database: Path

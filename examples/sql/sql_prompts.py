@@ -22,12 +22,10 @@ class State(TypedDict, total=False):
 
 
 def to_writer(state: State) -> str:
-    """The writer's prompt."""
     return f"{state['schema']}\nquestion : {state['question']}"
 
 
 def to_checker(state: State) -> str:
-    """The checker's prompt."""
     return f"question : {state['question']}\nquery : {state['query']}\nresult : {state['outcome']}"
 
 

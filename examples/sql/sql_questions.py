@@ -23,10 +23,8 @@ class Question:
 
     text: str
     select: str
-    """The selected expression."""
     table: str
     rest: str
-    """The part after the table."""
     forgotten: str
     """The same part if one forgets some of it: the join if there is one, else everything."""
     lacks: str
@@ -70,12 +68,10 @@ class Draw:
         return self.rng.choice([column for column in found if column is not but])
 
     def value(self, table: Table, column: Column) -> str:
-        """A value of a column."""
         values = self.connection.execute(f"SELECT {column.name} FROM {table.name} ORDER BY rowid").fetchall()
         return str(self.rng.choice(values)[0])
 
     def say(self, *phrasings: str) -> str:
-        """One of several phrasings."""
         return self.rng.choice(phrasings)
 
     @property
@@ -213,7 +209,6 @@ KINDS: dict[Difficulty, tuple[Callable[[Draw], Question], ...]] = {
     Difficulty.HARD: (above_average, join_and_sort),
     Difficulty.EXTRA: (most, join_and_superlative),
 }
-"""The kinds of questions in each band."""
 
 
 def question(rng: random.Random, connection: sqlite3.Connection, tables: tuple[Table, ...]) -> Question:

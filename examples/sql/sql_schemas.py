@@ -25,7 +25,6 @@ class Column:
     """A column that questions may be about."""
 
     word: str
-    """The column's name in a question."""
     name: str
     """The column's name in the schema, for instance with a unit: `weight_kg`."""
     kind: str
@@ -34,8 +33,6 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a schema."""
-
     name: str
     key: str
     parent: Table | None
@@ -126,7 +123,6 @@ TRAINED = {
         """,
     ),
 }
-"""The databases of training."""
 
 HELD_OUT = {
     "harbours": schema(

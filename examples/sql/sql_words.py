@@ -42,4 +42,3 @@ colour: Black Blue Brown Golden Green Grey Orange Pink Purple Red Silver Violet
 kind: Alpha Delta Final Gamma Heavy Light Local Modern Prime Quiet Rural Solid South West
 """
 VALUES = {kind: tuple(texts.split()) for kind, texts in (line.split(": ") for line in _VALUES.strip().splitlines())}
-"""The values of text columns, by their kind."""

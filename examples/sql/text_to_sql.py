@@ -26,7 +26,6 @@ model = ChatOpenAI(model="default")
 
 
 async def ask(system: str, prompt: str) -> str:
-    """The model's reply."""
     reply = await model.ainvoke([("system", system), ("user", prompt)])
     return str(reply.text).strip()
 
@@ -40,17 +39,14 @@ def tried(state: State, reply: str) -> dict[str, Any]:
 
 
 async def writer(state: State) -> dict[str, Any]:
-    """Write a query."""
     return tried(state, await ask(WRITE, to_writer(state)))
 
 
 async def checker(state: State) -> dict[str, Any]:
-    """Look at what came out."""
     return {"remark": await ask(CHECK, to_checker(state))}
 
 
 async def rewriter(state: State) -> dict[str, Any]:
-    """Correct the query."""
     return {**tried(state, await ask(REWRITE, to_rewriter(state))), "rewrites": state["rewrites"] + 1}
 
 

@@ -19,8 +19,6 @@ from trips import Split, Trip, traveller, trip
 
 @dataclass(frozen=True)
 class Asks:
-    """A reply that calls a tool."""
-
     tool: str
     arguments: dict[str, str]
 
@@ -31,7 +29,6 @@ class Asks:
 
 
 Reply: TypeAlias = Asks | str
-"""A tool call, or an answer."""
 Choice: TypeAlias = Callable[[Trip, str], Reply]
 """The next move, given the trip and the last tool's output."""
 

@@ -31,7 +31,6 @@ _SUM = re.compile(r"-? ?\d{1,6}( ?[+-] ?\d{1,6}){0,9}", re.ASCII)
 
 
 def use(arguments: str) -> str:
-    """The calculator's answer to a call's arguments."""
     expression = json.loads(arguments).get("expression")
     if not isinstance(expression, str):
         return "error: the calculator takes an expression"
