@@ -46,7 +46,6 @@ Read once, at the import: a process that is pinned, and its children, see their 
 
 
 def pin(core: Sequence[str]) -> None:
-    """Run on this core only."""
     if core:
         os.sched_setaffinity(0, {int(number) for number in core})
 
@@ -78,7 +77,6 @@ def chat(turn: int, question: str, history: int = 0) -> dict[str, Any]:
 
 
 def post(path: str, key: str, body: Any) -> bytes:
-    """A request as OpenAI's client would send it."""
     content = json.dumps(body, separators=(",", ":")).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n{_SDK_HEADERS}"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
@@ -142,7 +140,6 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def send(self, request: bytes) -> asyncio.Future[bytes]:
-        """The body of the reply."""
         self._reply = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._reply
@@ -150,8 +147,6 @@ class Connection(asyncio.Protocol):
 
 @dataclass
 class Load:
-    """The outcome of many requests at once."""
-
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
     """Seconds of each agent's call."""
@@ -164,8 +159,6 @@ class Load:
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker with one connection, and its agents."""
-
     name: str
     key: str
     connection: Connection
@@ -176,7 +169,6 @@ class Worker:
         return list(json.loads(await self.connection.send(request))["leases"])
 
     async def close(self, lease: dict[str, Any]) -> None:
-        """Report that the agent finished."""
         path = f"/agl/v1/rollouts/{lease['rollout']}/attempts/{lease['attempt']}/close"
         report = {"ending": "finished", "result": "09:30", "rewards": [{"value": 1.0}]}
         await self.connection.send(post(path, lease["secret"], report))

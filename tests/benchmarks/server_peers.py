@@ -32,7 +32,6 @@ _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %
 
 
 def completion() -> dict[str, Any]:
-    """The model server's reply."""
     logprobs = [
         {"token": f" word{position:02}", "logprob": -0.01 * position, "bytes": list(b"word"), "top_logprobs": []}
         for position in range(RESPONSE_IDS)
@@ -76,8 +75,6 @@ def stream() -> list[bytes]:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection to the model server."""
-
     def __init__(self, before: bytes, after: bytes, numbers: Iterator[int]) -> None:
         self._before, self._after, self._numbers = before, after, numbers
         self._received, self._n_bytes = b"", len(before) + len(_NUMBER) + len(after)
@@ -107,7 +104,6 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 async def serve() -> None:
-    """Be the model server."""
     body = json.dumps(completion()).encode()
     before, after = body.split(_NUMBER)
     numbers, loop = itertools.count(), asyncio.get_running_loop()
@@ -147,7 +143,6 @@ AGENTS: Mapping[str, Callable[[], Callable[[], Any]]] = {
 
 
 def call_again_and_again(call: Callable[[], Any]) -> None:
-    """Be an agent."""
     for line in sys.stdin:
         seconds = []
         for _ in range(int(line)):

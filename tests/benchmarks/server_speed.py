@@ -80,7 +80,6 @@ def process(
 
 
 def ask(process: subprocess.Popen[str], line: str) -> Any:
-    """The answer of a process to one line."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{line}\n")
@@ -100,7 +99,6 @@ class Server:
     _kept: int = field(default=0, init=False)
 
     async def do(self, **command: Any) -> dict[str, Any]:
-        """Send a command to its process."""
         return dict(await asyncio.to_thread(ask, self.process, json.dumps(command)))
 
     async def keep(self, n_queued: int) -> None:
@@ -172,7 +170,6 @@ async def calls(
 
 
 async def leased(server: Server, n_attempts: int) -> list[dict[str, Any]]:
-    """So many attempts."""
     await server.keep(n_attempts)
     worker = Worker("calls", server.key, await Connection.to(server.port), Load())
     leases: list[dict[str, Any]] = []

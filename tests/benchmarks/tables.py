@@ -32,7 +32,6 @@ def write(page: str, script: str, text: str) -> None:
 
 
 def machine() -> str:
-    """The machine that the figures were measured on."""
     import psutil  # The frameworks' own environments, which need tables only, may have none.
 
     info = Path("/proc/cpuinfo")

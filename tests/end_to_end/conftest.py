@@ -34,7 +34,6 @@ class Agl:
         return self.started[-1]
 
     def run(self, *arguments: str | Path) -> str:
-        """Run to the end; it must succeed."""
         command = self.start(*arguments)
         code = command.wait()
         assert code == 0, command.output()
@@ -62,7 +61,6 @@ class Agl:
         return summary
 
     def stop(self) -> None:
-        """Kill what is still running."""
         for command in self.started:
             command.stop()
 

@@ -48,15 +48,12 @@ class EngineStack:
         return self.portal.call(self.stack.lease)
 
     def url(self, key: AttemptKey) -> str:
-        """The base URL of an attempt, for clients."""
         return self.stack.url(key)
 
     def client(self, key: AttemptKey) -> openai.OpenAI:
-        """OpenAI's own client for an attempt."""
         return openai.OpenAI(base_url=self.url(key), api_key=self.stack.key(key), max_retries=0)
 
     def calls(self, key: AttemptKey) -> list[Call]:
-        """The calls of an attempt in the store."""
         return self.portal.call(self.stack.calls, key)
 
 

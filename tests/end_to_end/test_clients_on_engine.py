@@ -71,7 +71,6 @@ def assert_spliced(stack: EngineStack, first: Call, second: Call, choice: int = 
 
 
 def sum_of(chunks: Any) -> AIMessageChunk:
-    """The message that a stream's chunks make together."""
     total: AIMessageChunk = functools.reduce(operator.add, chunks)
     return total
 

@@ -209,7 +209,6 @@ def storm(run: TinyRun, chance: random.Random, kills: int) -> Iterator[str]:
 
 
 def wait_for_replies(run: TinyRun, more: int) -> None:
-    """Until agents got so many more replies."""
     enough = len(run.acknowledged()) + more
     run.until(lambda: len(run.acknowledged()) >= enough, f"agents got {more} more replies")
 

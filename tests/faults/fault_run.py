@@ -87,7 +87,6 @@ class TinyRun:
         return [part for name, part in self.parts.items() if name != TRAINER]
 
     def start(self) -> None:
-        """Start everything."""
         for name in (TRAINER, *(f"worker {number}" for number in range(self._workers))):
             self.begin(name)
 
@@ -143,7 +142,6 @@ class TinyRun:
         return steps + more_steps
 
     def stop(self) -> None:
-        """End what is left, in any case."""
         for part in self.parts.values():
             part.stop()
 
@@ -153,16 +151,13 @@ class TinyRun:
         return [pid for pid in begun[-20:] if _is_forked(pid)]
 
     def noted(self) -> list[dict[str, Any]]:
-        """The agents' notes so far."""
         *lines, _ = self.notes.read_bytes().split(b"\n")
         return [json.loads(line) for line in lines]
 
     def acknowledged(self) -> list[dict[str, Any]]:
-        """The replies that agents got so far."""
         return self.noted_as("acknowledged")
 
     def noted_as(self, what: str) -> list[dict[str, Any]]:
-        """The notes of one kind."""
         return [entry[what] for entry in self.noted() if what in entry]
 
     def recorded(self) -> Recorded:

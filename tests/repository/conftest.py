@@ -35,8 +35,6 @@ class Import:
 
 @dataclass(frozen=True)
 class Distribution:
-    """One of the repository's distributions."""
-
     folder: Path
     project: dict[str, Any]
     """The table [project] of its pyproject.toml."""
@@ -51,7 +49,6 @@ class Distribution:
 
     @functools.cached_property
     def imports(self) -> Sequence[Import]:
-        """Every import in its sources."""
         imports: list[Import] = []
         for file in self.sources:
             parts = file.relative_to(self.folder).with_suffix("").parts
@@ -104,11 +101,9 @@ ROOT_OF = {distribution.package: distribution.folder for distribution in DISTRIB
 
 @pytest.fixture(scope="session")
 def distributions() -> dict[str, Distribution]:
-    """The repository's distributions by name."""
     return DISTRIBUTIONS
 
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The repository's root."""
     return ROOT

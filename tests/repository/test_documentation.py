@@ -221,7 +221,6 @@ LOADED = re.compile(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built anew."""
     folder = tmp_path_factory.mktemp("site")
     build = (sys.executable, "-m", "mkdocs", "build", "--strict")
     run_command(*build, "--config-file", SITE, "--site-dir", folder, NO_MKDOCS_2_WARNING="1")

@@ -61,7 +61,6 @@ NEVER_IN_THE_CORE = {
 
 
 def floor_of(module: str) -> int:
-    """The floor that a module is on."""
     package, room, *_ = [*module.split("."), ""]
     floor = next((number for number, names in enumerate(FLOORS[package]) if room in names), None)
     if floor is None:

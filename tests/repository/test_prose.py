@@ -17,7 +17,6 @@ OPENING = re.compile(r"(?:Of|What|Where|Those|That)\b")
 
 
 def openings() -> Iterator[tuple[str, str]]:
-    """Each such sentence, with its file."""
     for path in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split():
         if path.endswith(".md"):
             texts = [re.sub(r"(?ms)^ *```.*?^ *```$|^#.*?$|<!--.*?-->", "\n\n", (ROOT / path).read_text())]

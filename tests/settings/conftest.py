@@ -58,8 +58,6 @@ class Effect:
 
 @dataclass(frozen=True)
 class Ran:
-    """A whole run of the scripted agent, and what its engine saw."""
-
     folder: Path
     summary: Summary
     seen: Mapping[str, Any]
@@ -170,7 +168,6 @@ class Bench:
 
 
 def ran(look: Callable[[Ran], Any]) -> Callable[[Bench, Given], Awaitable[Any]]:
-    """Observe a whole run."""
 
     async def observe(bench: Bench, given: Given) -> Any:
         return look(await bench.run(given))

@@ -39,13 +39,11 @@ async def solve_unaware(task_input: Any) -> Any:
 
 
 async def solve_somewhere(task_input: Any, context: AgentContext) -> int:
-    """Tells in which process it ran."""
     await solve(task_input, context)
     return os.getpid()
 
 
 async def solve_prompted(task_input: Any, context: AgentContext) -> Any:
-    """Has a prompt, which it asks agl for by its name."""
     await _ask(context.base_url, context.api_key, system=agl_core.prompt("system", "Be brief."))
     return task_input["answer"]
 

@@ -50,7 +50,6 @@ def run_folder(bench: Bench, given: Given) -> tuple[str, str]:
 
 
 def train_tasks(bench: Bench, given: Given) -> list[str]:
-    """The tasks to train on, by their ids and inputs."""
     loaded = bench.load(given)
     source = loaded.tasks["train"].build(loaded.config.folder, loaded.config.seed)
     return [f"{task.id}: {task.input}" for task in map(source.task, range(min(source.size or 3, 3)))]
@@ -88,7 +87,6 @@ def who_is_scored(bench: Bench, given: Given) -> list[bool]:
 
 
 async def endings_of_an_unaware_agent(bench: Bench, given: Given) -> set[str]:
-    """How rollouts of an agent end that does not know where its calls should go."""
     attach([]).detach()
     try:
         return {str(attempt.ending) for attempt in (await bench.run(given)).attempts}

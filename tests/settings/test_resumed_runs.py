@@ -55,7 +55,6 @@ async def recorded(run_dir: Path) -> tuple[list[Run], list[Rollout]]:
 
 
 def metrics(run_dir: Path) -> list[tuple[int, int]]:
-    """Step and restart of each training step."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["restart"]) for line in lines if line["kind"] == "train"]
 

@@ -71,7 +71,6 @@ class Place:
         return sessions
 
     def say(self, url: str, call: str) -> dict[str, Any]:
-        """Feedback on a call."""
         headers = {"Authorization": f"Bearer {self.key('--feedback')}"}
         body = {"call": call, "rewards": {"thumbs": 1}, "id": "f"}
         said: dict[str, Any] = (

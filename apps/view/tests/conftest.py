@@ -80,7 +80,6 @@ class Parsed(HTMLParser):
 
 
 def text_of(page: str) -> str:
-    """The text of a page, with single spaces."""
     return re.sub(r"\s+", " ", Parsed(page).text)
 
 

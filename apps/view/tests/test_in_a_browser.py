@@ -36,7 +36,6 @@ class Running:
         return f"{self._address[0]}{path}{'&' if '?' in path else '?'}{self._address[1]}"
 
     def step(self, number: int, reward: float) -> None:
-        """Another step of training has ended."""
         line = {"step": number, "kind": "train", "restart": 0, "reward/mean": reward}
         with (self.folder / "metrics.jsonl").open("ab") as file:
             file.write(orjson.dumps(line) + b"\n")

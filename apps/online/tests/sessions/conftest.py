@@ -33,8 +33,6 @@ KEYS = Keys(secret="a-secret", worker="the-worker", operator="the-operator")
 
 @dataclass
 class Deployed:
-    """It, with clients of it."""
-
     stack: Stack
     store: SqliteStore
     model: ScriptedUpstream
@@ -67,11 +65,9 @@ class Deployed:
         )
 
     async def post(self, route: str, key: str, **body: Any) -> httpx.Response:
-        """A request of the control plane."""
         return await self.send(f"/agl/v1/{route}", key, body)
 
     async def begin(self, *, application: str = "shop", **body: Any) -> dict[str, Any]:
-        """A session of the API."""
         begun: dict[str, Any] = (await self.post("sessions", self.key(application), **body)).json()
         return begun
 
@@ -80,11 +76,9 @@ class Deployed:
         return await self.post("feedback", self.key(application, Purpose.FEEDBACK), **body)
 
     async def sessions(self) -> list[Rollout]:
-        """All that the store has."""
         return await self.store.rollouts(mode=Mode.USE)
 
     async def calls(self) -> list[Call]:
-        """All calls of all sessions."""
         return await self.store.calls([AttemptKey(session.id, 0) for session in await self.sessions()])
 
     async def numbers(self, session: str) -> dict[tuple[str, str | None], float]:
@@ -96,11 +90,9 @@ class Deployed:
         }
 
     async def feedback(self, session: str) -> list[Annotation]:
-        """The feedback on a session."""
         return await self.store.annotations([AttemptKey(session, 0)])
 
     def counted(self, name: str) -> int:
-        """One of the counters that the server shows."""
         return self.server.activity().counters[f"online_{name}"]
 
 

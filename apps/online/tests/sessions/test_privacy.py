@@ -17,7 +17,6 @@ from .conftest import KEYS, Deployed, deployed
 
 
 def raw(folder: Path) -> bytes:
-    """All that is in the store's files."""
     return b"".join(f.read_bytes() for f in folder.glob("store.sqlite*"))
 
 

@@ -59,7 +59,6 @@ class Sessions:
         ending: Ending = Ending.FINISHED,
         call: Callable[[Call], Call] = lambda call: call,
     ) -> str:
-        """A session has ended."""
         self.count += 1
         id = f"use-{self.count:03d}"
         ended = time.time() - hours_ago * 3600
@@ -73,7 +72,6 @@ class Sessions:
         return id
 
     async def say(self, id: str, thumbs: float) -> None:
-        """Feedback comes."""
         self.count += 1
         feedback = {"rewards": {"thumbs": thumbs}, "note": None}
         await self.store.put(Annotation(id, 0, f"f{self.count}", time.time(), feedback))
@@ -263,7 +261,6 @@ class _Killable(Learner):
 
 @contextlib.asynccontextmanager
 async def world(folder: Path, **changes: Any) -> AsyncIterator[World]:
-    """Such a world."""
     run = folder / "run"
     run.mkdir()
     (run / "config.toml").write_text(tomli_w.dumps({"policies": {"default": {"model": {"path": "."}}}}))

@@ -199,8 +199,6 @@ def test_two_writers_never_make_two_canaries(ledger: Ledger) -> None:
 
 @dataclass
 class Versions:
-    """A deployed run whose versions answer sessions."""
-
     use: Deployed
     deployed: DeployedVersions
     model: ScriptedUpstream
