@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from agl_command import Agl, agl_in_process  # noqa: F401
+from testing_aids import run_command
 
 from agl_core.config.load import load
 from agl_core.errors import AgentError, ConfigError
@@ -47,9 +47,9 @@ async def solve(task: dict) -> str:
 '''
 
 
-def in_a_process(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("agl")), *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+def run_agl(folder: Path, *arguments: str) -> str:
+    """What the command prints, in a process of its own."""
+    return run_command(Path(sys.executable).with_name("agl"), *arguments, cwd=folder)
 
 
 PLAIN = "def helper(a, b): ...\ndef work(text, context, depth=1):\n    other = {}\n    return other['x'] + text\n"
@@ -71,21 +71,19 @@ def policy(pytestconfig: pytest.Config) -> str:
 
 @pytest.mark.storm
 def test_from_an_agent_file_to_a_trained_agent(folder: Path, policy: str) -> None:
-    ended = in_a_process(folder, "init", "my_agent.py", "--model", policy)
-    assert ended.returncode == 0, ended.stderr
-    assert "agent: async def solve in my_agent.py, which takes an object with question" in ended.stdout
-    assert "framework: langchain_core" in ended.stdout
+    said = run_agl(folder, "init", "my_agent.py", "--model", policy)
+    assert "agent: async def solve in my_agent.py, which takes an object with question" in said
+    assert "framework: langchain_core" in said
 
     # The tiny policy hardly ever hits a sum; near ones count here, so that groups differ.
-    trained = in_a_process(folder, "train", "train.toml", "--set=rewards.numeric_match.tolerance=0.5")
-    assert trained.returncode == 0, trained.stdout + trained.stderr
+    run_agl(folder, "train", "train.toml", "--set=rewards.numeric_match.tolerance=0.5")
 
     lines = [json.loads(line) for line in (folder / "runs" / "my_agent" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]
     assert [line["rollouts"] for line in steps] == [16.0] * 3
     assert all("reward/numeric_match" in line for line in steps)
     assert sum(line.get("update/transitions_trained", 0) for line in steps) > 0
-    rollouts = json.loads(in_a_process(folder, "rollouts", "--json").stdout)
+    rollouts = json.loads(run_agl(folder, "rollouts", "--json"))
     assert {rollout["ending"] for rollout in rollouts} == {"finished"}
 
 

@@ -53,7 +53,7 @@ class Command:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def until(self, condition: Callable[[], bool], timeout: float = 240) -> None:
+    def until(self, condition: Callable[[], object], timeout: float = 240) -> None:
         """Wait for a condition; fail with the log if the command ends before it or the time is up."""
         deadline = time.monotonic() + timeout
         while not condition():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
-import subprocess
-import sys
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ import httpx
 import openai
 import pytest
 import tomli_w
-from agl_command import Agl, agl_in_process  # noqa: F401
+from agl_command import Agl, Command, agl_in_process  # noqa: F401
 
 from agl_core.config.load import load
 from agl_core.errors import CapabilityError, ConfigError
@@ -26,7 +24,6 @@ from agl_online.config import learn_section, online_section
 from .policies.saved_runs import make_deployed
 
 PAGE = Path(__file__).parents[3] / "docs" / "deploy-and-learn.md"
-AGL = (sys.executable, "-c", "from agl_core.cli import main; main()")
 
 
 @dataclass
@@ -54,17 +51,14 @@ class Place:
         return self.run("sessions", "key", "support", "support", *options)
 
     @contextlib.contextmanager
-    def serving(self) -> Iterator[tuple[subprocess.Popen[str], str]]:
-        with subprocess.Popen(
-            [*AGL, "serve", "support.toml"], cwd=self.folder, stdout=subprocess.PIPE, text=True
-        ) as server:
-            try:
-                assert server.stdout is not None
-                url = next(line for line in server.stdout if line.startswith("serving")).split()[-1]
-                yield server, url
-            finally:
-                server.send_signal(signal.SIGTERM)
-                server.communicate()
+    def serving(self) -> Iterator[tuple[Command, str]]:
+        server = Command.start("serve", "support.toml", log=self.folder / "log.txt")
+        try:
+            server.until(lambda: re.search(r"^serving.*\n", server.output(), re.MULTILINE))
+            yield server, re.findall(r"^serving.* (\S+)$", server.output(), re.MULTILINE)[0]
+        finally:
+            server.process.terminate()
+            server.wait()
 
     def listed(self) -> list[dict[str, Any]]:
         sessions: list[dict[str, Any]] = json.loads(self.run("sessions", "list", "support", "--json"))

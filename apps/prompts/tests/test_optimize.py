@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import sys
-import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from agl_command import Agl, agl_in_process, working_folder  # noqa: F401
+from agl_command import Agl, Command, agl_in_process, working_folder  # noqa: F401
 from testing_aids import Recorded, read_store
 
 from agl_core.testing.scripts import Fail, Received, Say, Step
@@ -221,20 +219,16 @@ def test_a_search_that_finds_nothing_better_keeps_the_prompt(world: World, agl: 
     assert world.prompts()["system"]["text"] == "Answer."
 
 
-def begun(world: World, requests: int) -> subprocess.Popen[str]:
+def begun(world: World, requests: int) -> Command:
     """A search in a process of its own, once the model has had so many requests."""
-    command = [sys.executable, "-m", "agl_core", "optimize", "better.toml"]
-    process = subprocess.Popen(command, cwd=world.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    while len(world.model.received) < requests:
-        assert process.poll() is None, process.stdout and process.stdout.read()
-        time.sleep(0.01)
-    return process
+    command = Command.start("optimize", "better.toml", log=world.folder / "log.txt")
+    command.until(lambda: len(world.model.received) >= requests)
+    return command
 
 
 def test_a_killed_search_goes_on_without_repeating_a_rollout(world: World, agl: Agl) -> None:
     world.write(optimize={"budget": 40})
-    with begun(world, 16) as process:
-        process.kill()
+    begun(world, 16).kill()
     before, asked = {r.id for r in world.rollouts()}, len(world.proposer.received)
     assert before
 
@@ -254,12 +248,11 @@ def test_a_killed_search_goes_on_without_repeating_a_rollout(world: World, agl: 
 
 def test_ctrl_c_keeps_what_was_found(world: World, agl: Agl) -> None:
     world.write()
-    with begun(world, 40) as process:
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+    command = begun(world, 40)
+    command.process.send_signal(signal.SIGINT)
 
-    assert process.returncode == 130, output
-    assert "(chosen)" in output
+    assert command.wait(60) == 130, command.output()
+    assert "(chosen)" in command.output()
     assert agl("optimize", "--resume", "better").returncode == 0
     assert set(WORDS) <= set(world.prompts()["system"]["text"].split())
 

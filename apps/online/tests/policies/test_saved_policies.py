@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +15,7 @@ import httpx
 import openai
 import pytest
 import yaml
+from testing_aids import run_command
 
 from agl_core.errors import CheckpointError, ConfigError, ServerError
 from agl_core.testing.upstream import END_TOKEN, ScriptedUpstream
@@ -244,6 +243,5 @@ main()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows the environment of a process")
 def test_the_key_is_taken_out_of_what_the_system_shows_of_the_environment() -> None:
-    started = [sys.executable, "-c", READING, "policy", "serve", "calc"]
-    shown = subprocess.run(started, env={**os.environ, POLICY_KEY: "s3cret-key"}, capture_output=True, text=True)
-    assert shown.stdout.split() == ["s3cret-key", "False"], shown.stderr
+    shown = run_command(sys.executable, "-c", READING, "policy", "serve", "calc", **{POLICY_KEY: "s3cret-key"})
+    assert shown.split() == ["s3cret-key", "False"]
