@@ -24,6 +24,8 @@ from agl_core.config.load import load
 from .deployed import CONFIGS, DEPLOY, ROOT, CommandLine, command_lines, container, named, pod_templates
 from .slurm_stand_ins import BESIDE_PYTHON, NODES, Cluster
 
+pytestmark = pytest.mark.usefixtures("agl_verl_is_installed")
+
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 IGNORED = PathSpec.from_lines("gitignore", (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines())
 """Docker reads these patterns as Git does: each begins with `**/` or has a slash inside."""

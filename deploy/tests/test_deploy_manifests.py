@@ -17,6 +17,8 @@ from agl_core.wire import WORKER_KEY
 
 from .deployed import DEPLOY, container, kustomization, manifests, named, pod_templates
 
+pytestmark = pytest.mark.usefixtures("agl_verl_is_installed")
+
 KUBERNETES = "1.34"
 SCHEMA = yaml.safe_load((Path(__file__).parent / "rayjob.schema.yaml").read_text())
 TEMPLATES = pod_templates()

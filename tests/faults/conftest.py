@@ -6,16 +6,13 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import pytest
 
 pytest.register_assert_rewrite(*(f"{__package__}.{name}" for name in ("fault_checks", "fault_run")))
 
-if TYPE_CHECKING:
-    from .fault_run import TinyRun
-
-Begin: TypeAlias = "Callable[..., TinyRun]"
+from .fault_run import TinyRun  # noqa: E402
 
 
 @pytest.fixture
@@ -32,10 +29,8 @@ def chance(seed: int) -> random.Random:
 
 
 @pytest.fixture
-def tiny_run(tmp_path: Path) -> Iterator[Begin]:
+def tiny_run(tmp_path: Path) -> Iterator[Callable[..., TinyRun]]:
     """Makes a run, see `TinyRun`; nothing of it is left afterwards."""
-    from .fault_run import TinyRun
-
     runs: list[TinyRun] = []
 
     def make(**arguments: Any) -> TinyRun:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -96,14 +94,5 @@ def _distributions() -> dict[str, Distribution]:
 
 
 DISTRIBUTIONS = _distributions()
+"""By name."""
 ROOT_OF = {distribution.package: distribution.folder for distribution in DISTRIBUTIONS.values()}
-
-
-@pytest.fixture(scope="session")
-def distributions() -> dict[str, Distribution]:
-    return DISTRIBUTIONS
-
-
-@pytest.fixture(scope="session")
-def root() -> Path:
-    return ROOT

@@ -27,8 +27,7 @@ from agl_core.testing import episodes as make
 from agl_verl.options import VerlOptions
 
 from ..settings.settings_found import every_setting, settings_of
-
-ROOT = Path(__file__).parents[2]
+from .conftest import ROOT
 
 
 def test_generated_pages_are_up_to_date() -> None:

@@ -8,12 +8,13 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from testing_aids import run_command
 
 import agl_core
+
+from .conftest import DISTRIBUTIONS, ROOT
 
 GITHUB = {
     "github-workflows": ".github/workflows/*.yml",
@@ -26,37 +27,37 @@ GITHUB = {
 ON_LINUX_ALONE = {"agl-verl"}
 
 
-def test_every_distribution_says_the_same_of_itself(distributions: dict[str, Any], root: Path) -> None:
-    first = distributions["agl-core"].project
-    for name, distribution in distributions.items():
+def test_every_distribution_says_the_same_of_itself() -> None:
+    first = DISTRIBUTIONS["agl-core"].project
+    for name, distribution in DISTRIBUTIONS.items():
         for key in ("version", "license", "license-files", "authors", "urls", "requires-python", "readme"):
             assert distribution.project[key] == first[key], (name, key)
         ours = [need for need in distribution.project["dependencies"] if need.startswith("agl-")]
         assert [need for need in ours if not need.endswith(f"=={first['version']}")] == [], name
         systems = {"Operating System :: MacOS"} if name in ON_LINUX_ALONE else set()
         assert set(distribution.project["classifiers"]) | systems == set(first["classifiers"])
-        assert (distribution.folder / "LICENSE").read_bytes() == (root / "LICENSE").read_bytes()
+        assert (distribution.folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
         assert '"hatchling>=1.27,<2"' in (distribution.folder / "pyproject.toml").read_text()
 
 
-def test_one_address_of_the_repository_is_named(distributions: dict[str, Any], root: Path) -> None:
-    address = distributions["agl-core"].project["urls"]["Repository"]
-    named = run_command("git", "grep", "-hoE", r"github\.com/[A-Za-z-]+/agl\b", cwd=root).split()
+def test_one_address_of_the_repository_is_named() -> None:
+    address = DISTRIBUTIONS["agl-core"].project["urls"]["Repository"]
+    named = run_command("git", "grep", "-hoE", r"github\.com/[A-Za-z-]+/agl\b", cwd=ROOT).split()
     assert {f"https://{name}" for name in named} == {address}
 
 
 @pytest.mark.parametrize("schema", GITHUB)
-def test_files_that_github_reads_are_well_formed(schema: str, root: Path) -> None:
-    files = sorted(root.glob(GITHUB[schema]))
+def test_files_that_github_reads_are_well_formed(schema: str) -> None:
+    files = sorted(ROOT.glob(GITHUB[schema]))
     assert files
     run_command(Path(sys.executable).with_name("check-jsonschema"), "--builtin-schema", f"vendor.{schema}", *files)
 
 
-def test_workflows_pin_their_actions_and_call_targets_of_the_makefile(root: Path) -> None:
-    workflows = "".join(file.read_text() for file in (root / ".github" / "workflows").glob("*.yml"))
+def test_workflows_pin_their_actions_and_call_targets_of_the_makefile() -> None:
+    workflows = "".join(file.read_text() for file in (ROOT / ".github" / "workflows").glob("*.yml"))
     actions = re.findall(r"uses: ([^.\s]\S+)", workflows)
     targets = re.findall(r"\bmake ([a-z-]+)", workflows) + re.search(r"target: \[(.+)\]", workflows)[1].split(", ")
-    makefile = (root / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
 
     assert actions
     assert [action for action in actions if not re.search(r"@(v|release/v)\d+$", action)] == []
@@ -73,13 +74,13 @@ def test_tab_completion_offers_the_public_names() -> None:
     assert dir(agl_core) == sorted(agl_core.__all__)
 
 
-def test_the_version_is_that_of_the_distribution(distributions: dict[str, Any]) -> None:
-    assert agl_core.__version__ == distributions["agl-core"].project["version"]
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert agl_core.__version__ == DISTRIBUTIONS["agl-core"].project["version"]
 
 
-def test_every_example_in_a_docstring_is_true(distributions: dict[str, Any]) -> None:
+def test_every_example_in_a_docstring_is_true() -> None:
     ran = 0
-    for distribution in distributions.values():
+    for distribution in DISTRIBUTIONS.values():
         for file in distribution.sources:
             if ">>> " in file.read_text():
                 module = ".".join(file.relative_to(distribution.folder).with_suffix("").parts)

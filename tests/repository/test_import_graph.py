@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from typing import Any
 
 import pytest
+
+from .conftest import DISTRIBUTIONS
 
 FLOORS: dict[str, list[set[str]]] = {
     "agl_core": [
@@ -69,21 +70,21 @@ def floor_of(module: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["agl-core", "agl-server"])
-def test_each_floor_imports_only_what_is_below(distributions: dict[str, Any], name: str) -> None:
+def test_each_floor_imports_only_what_is_below(name: str) -> None:
     upward = [
         f"{i.line}: {i.importer} imports {i.target}"
-        for i in distributions[name].imports
-        if i.package == distributions[name].package and floor_of(i.importer) < floor_of(i.target)
+        for i in DISTRIBUTIONS[name].imports
+        if i.package == DISTRIBUTIONS[name].package and floor_of(i.importer) < floor_of(i.target)
     ]
 
     assert upward == []
 
 
-def test_distributions_import_no_sibling(distributions: dict[str, Any]) -> None:
-    ours = {distribution.package for distribution in distributions.values()}
+def test_distributions_import_no_sibling() -> None:
+    ours = {distribution.package for distribution in DISTRIBUTIONS.values()}
     sideways = [
         f"{i.line}: imports {i.target}"
-        for name, distribution in distributions.items()
+        for name, distribution in DISTRIBUTIONS.items()
         for i in distribution.imports
         if i.package in ours - {distribution.package} - NEIGHBOURS.get(name, {"agl_core"})
     ]
@@ -100,11 +101,11 @@ HANDED_A_STORE = {
 """Other modules that work on a store. The apps' among them are parts of the server or of training."""
 
 
-def test_commands_and_pages_read_runs_through_reading_alone(distributions: dict[str, Any]) -> None:
+def test_commands_and_pages_read_runs_through_reading_alone() -> None:
     rooms = tuple(f"agl_server.{room}" for room in ROOMS_OF_THE_STORE)
     beside = [
         f"{i.line}: {i.importer} imports {i.target}"
-        for distribution in distributions.values()
+        for distribution in DISTRIBUTIONS.values()
         for i in distribution.imports
         if i.target.startswith(("agl_core.store", "agl_server.store")) and not i.importer.startswith(rooms)
         if i.importer not in HANDED_A_STORE
@@ -121,13 +122,13 @@ REAL_USE = re.compile(
 """All but the loop is an app: to the core a session is a rollout that is opened from outside."""
 
 
-def test_the_core_names_no_sibling_and_nothing_of_real_use(distributions: dict[str, Any]) -> None:
+def test_the_core_names_no_sibling_and_nothing_of_real_use() -> None:
     """It learns from entry points what else is installed."""
-    names = {name for d in distributions.values() for name in (d.project["name"], d.package)}
+    names = {name for d in DISTRIBUTIONS.values() for name in (d.project["name"], d.package)}
     siblings = re.compile(rf"\b({'|'.join(sorted(names - {'agl-core', 'agl_core', 'agl-server', 'agl_server'}))})\b")
     wrong = [
         f"{file.name}:{number}: {line.strip()}"
-        for file in (*distributions["agl-core"].sources, *distributions["agl-server"].sources)
+        for file in (*DISTRIBUTIONS["agl-core"].sources, *DISTRIBUTIONS["agl-server"].sources)
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if siblings.search(line) or REAL_USE.search(line)
     ]
@@ -135,29 +136,29 @@ def test_the_core_names_no_sibling_and_nothing_of_real_use(distributions: dict[s
     assert wrong == []
 
 
-def test_the_core_imports_no_framework(distributions: dict[str, Any]) -> None:
+def test_the_core_imports_no_framework() -> None:
     """Except that its tools for tests use OpenAI's client, as agents do."""
     wrong = [
         i.line
-        for i in distributions["agl-core"].imports
+        for i in DISTRIBUTIONS["agl-core"].imports
         if i.package in NEVER_IN_THE_CORE and not (i.importer.startswith("agl_core.testing") and i.package == "openai")
     ]
 
     assert wrong == []
 
 
-def test_what_is_imported_is_declared(distributions: dict[str, Any]) -> None:
+def test_what_is_imported_is_declared() -> None:
     """Importing a module needs nothing but the distribution's own dependencies.
 
     The rooms `testing` may need the extra `testing`, and pytest for their fixtures.
     """
     providers = {**NOT_INSTALLED, **importlib.metadata.packages_distributions()}
-    extra = _names(distributions["agl-core"].project["optional-dependencies"]["testing"]) | {"pytest"}
+    extra = _names(DISTRIBUTIONS["agl-core"].project["optional-dependencies"]["testing"]) | {"pytest"}
     undeclared = []
-    for distribution in distributions.values():
+    for distribution in DISTRIBUTIONS.values():
         base = _names(distribution.project["dependencies"])
         if "agl-server" in base:
-            base |= _names(distributions["agl-server"].project["dependencies"])
+            base |= _names(DISTRIBUTIONS["agl-server"].project["dependencies"])
         for i in distribution.imports:
             if i.importer == "agl_otel.intake":  # A server imports it.
                 continue

@@ -9,7 +9,6 @@ import sys
 import tarfile
 import venv
 from pathlib import Path
-from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -18,31 +17,31 @@ from testing_aids import run_command
 
 import agl_core
 
+from .conftest import DISTRIBUTIONS, ROOT
+
 pytestmark = [pytest.mark.storm, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def dist(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a release of today's version would publish, made by the release's own commands."""
     folder = tmp_path_factory.mktemp("dist")
-    workflow = yaml.safe_load((root / ".github" / "workflows" / "release.yml").read_text())
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
     commands = [step["run"] for step in workflow["jobs"]["build"]["steps"] if "run" in step]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     run_command(
-        "bash", "-ec", "\n".join(commands), cwd=root, PATH=path, DIST=str(folder), TAG=f"v{agl_core.__version__}"
+        "bash", "-ec", "\n".join(commands), cwd=ROOT, PATH=path, DIST=str(folder), TAG=f"v{agl_core.__version__}"
     )
     return folder
 
 
-def test_a_release_has_each_distribution_with_its_types_and_licence(
-    dist: Path, distributions: dict[str, Any], root: Path
-) -> None:
+def test_a_release_has_each_distribution_with_its_types_and_licence(dist: Path) -> None:
     wheels = {file.name.split("-")[0]: ZipFile(file) for file in dist.glob("*.whl")}
     sources = {file.name.split("-")[0]: _licence_of(file) for file in dist.glob("*.tar.gz")}
-    licence = (root / "LICENSE").read_bytes()
+    licence = (ROOT / "LICENSE").read_bytes()
 
-    assert set(wheels) == set(sources) == {distribution.package for distribution in distributions.values()}
-    for distribution in distributions.values():
+    assert set(wheels) == set(sources) == {distribution.package for distribution in DISTRIBUTIONS.values()}
+    for distribution in DISTRIBUTIONS.values():
         name, package = distribution.package, distribution.folder / distribution.package
         shown = [file for folder in ("templates", "static") for file in package.rglob(f"{folder}/*")]
         files = {str(file.relative_to(distribution.folder)) for file in [*distribution.sources, *shown]}
@@ -60,21 +59,21 @@ def _licence_of(sdist: Path) -> bytes:
         return file.read()
 
 
-def test_a_tag_of_another_version_publishes_nothing(root: Path, tmp_path: Path) -> None:
+def test_a_tag_of_another_version_publishes_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "TAG": "v0.0.0", "DIST": str(tmp_path)}
-    refused = subprocess.run(["make", "dist"], cwd=root, env=environment, capture_output=True, text=True, check=False)
+    refused = subprocess.run(["make", "dist"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert "Not of version v0.0.0: " in refused.stderr
     assert refused.returncode != 0
     assert not list(tmp_path.iterdir())
 
 
-def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(root: Path, tmp_path: Path) -> None:
+def test_core_and_an_adapter_in_an_empty_environment_bring_no_torch(tmp_path: Path) -> None:
     """Installed from the clone, as the README says."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     pip = (python, "-m", "pip")
     run_command(
-        *pip, "install", "--quiet", "-c", root / "constraints.txt", root / "core", root / "adapters" / "langchain"
+        *pip, "install", "--quiet", "-c", ROOT / "constraints.txt", ROOT / "core", ROOT / "adapters" / "langchain"
     )
 
     installed = {package["name"].lower() for package in json.loads(run_command(*pip, "list", "--format=json"))}
@@ -118,7 +117,7 @@ exit 1
 
 
 def test_make_install_takes_the_cuda_build_where_there_is_no_other_and_says_so(
-    tmp_path: Path, pytestconfig: pytest.Config
+    tmp_path: Path,
 ) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -126,7 +125,7 @@ def test_make_install_takes_the_cuda_build_where_there_is_no_other_and_says_so(
     python.chmod(0o755)
     done = subprocess.run(
         ["make", "install", f"VENV={tmp_path}", f"PYTHON={sys.executable}"],
-        cwd=pytestconfig.rootpath,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
