@@ -25,7 +25,7 @@ from pydantic import SecretStr
 from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from agl_core.config.models import SamplingSection
-from agl_core.testing.engines import engine_context
+from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types import AttemptKey, Call, FinishReason
 from agl_server.store.sqlite import SqliteStore
 from agl_server.testing import Stack, running_stack
@@ -78,7 +78,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStack]:
 
 @contextlib.asynccontextmanager
 async def _serving(folder: Path) -> AsyncIterator[Stack]:
-    engine = TorchEngine(TorchOptions(threads=1, cache_mib=32), engine_context(folder, str(folder / "policy")))
+    policies = {"default": PolicySpec(str(folder / "policy"))}
+    context = EngineContext(folder, 0, policies, deterministic=False, plugin_files=(), api_key="the-engine's-key")
+    engine = TorchEngine(TorchOptions(threads=1, cache_mib=32), context)
     try:
         upstream = await engine.start()
         async with (
