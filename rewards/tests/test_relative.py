@@ -163,14 +163,14 @@ async def test_a_reply_with_wrong_labels_is_refused_and_costs_its_group_alone(
 ) -> None:
     def judge(asked: Asked) -> Any:
         numbers = dict.fromkeys(asked.labels, 7)
-        if "bad" in asked.user and (is_stubborn or "An earlier reply was refused, because" not in asked.user):
+        if "stray" in asked.user and (is_stubborn or "An earlier reply was refused, because" not in asked.user):
             return numbers | {"zz": 1} if fault == "unknown" else dict(list(numbers.items())[1:])
         return numbers
 
     endpoint.judgement = judge
     episodes = [
         make.episode(result=f"{group} {member}", group=group, rollout=f"{group}-{member}")
-        for group in ("good", "bad")
+        for group in ("good", "stray")
         for member in range(3)
     ]
     for is_stubborn in (True, False):
