@@ -15,6 +15,7 @@ from agl_core.config.check import check
 from agl_core.config.models import RunConfig, UntrainedConfig
 from agl_core.config.resolve import LoadedConfig as LoadedConfig
 from agl_core.config.resolve import Problems, below, resolve
+from agl_core.config.sections import PluginChoice
 from agl_core.errors import ConfigError
 from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
@@ -28,6 +29,7 @@ SERVED: tuple[Kind, ...] = (kinds.STORE, kinds.CONFIG_TABLE)
 SCORED: tuple[Kind, ...] = (kinds.STORE, kinds.REWARD, kinds.CREDIT, kinds.ALGORITHM)
 """Needed for rewards and credit of recorded rollouts."""
 
+_CHOICES = {name for name, field in RunConfig.model_fields.items() if field.annotation is PluginChoice}
 Key: TypeAlias = tuple[str, ...]
 """A dotted key, as its parts."""
 
@@ -160,6 +162,8 @@ def _apply(data: dict[str, Any], override: str) -> Key:
     while isinstance(parsed, dict):
         [(part, parsed)] = parsed.items()
         key.append(part)
+    if key[-1] in _CHOICES and (len(key) == 1 or key[0] == "policies") and not value.strip().startswith("{"):
+        key.append("name")  # The table keeps the settings of plugins.
     table = data
     for depth, part in enumerate(key[:-1], start=1):
         table = table.setdefault(part, {})

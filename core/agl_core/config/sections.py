@@ -51,7 +51,7 @@ class OpenSection(BaseModel):
 
 
 class PluginChoice(OpenSection):
-    """`name` chooses a plugin, and a table of that name holds its settings. A table that stands alone is chosen.
+    """`name`, or a text alone, chooses a plugin; a table of that name holds its settings. A table alone is chosen too.
 
     `settings` are the tables by plugin name, as written in the file.
     """
@@ -63,7 +63,7 @@ class PluginChoice(OpenSection):
     @classmethod
     def _name_by_table(cls, section: Any) -> Any:
         if not isinstance(section, dict) or "name" in section:
-            return section
+            return {"name": section} if isinstance(section, str) else section
         tables = [name for name, value in section.items() if isinstance(value, dict)]
         return {"name": tables[0], **section} if len(tables) == 1 else section
 

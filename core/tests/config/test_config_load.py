@@ -115,6 +115,19 @@ def test_the_later_override_wins_and_seed_beats_the_file(loaded: Load) -> None:
     assert (run.config.train.steps, run.config.seed) == (6, 7)
 
 
+def test_a_plugin_is_chosen_by_its_name_alone_and_tables_stay(loaded: Load) -> None:
+    names = ("algorithm=dpo", "policies.default.credit=air")
+    assert apply_overrides(data := {"algorithm": {"name": "grpo", "grpo": {"epochs": 2}}}, names) == {
+        ("algorithm", "name"),
+        ("policies", "default", "credit", "name"),
+    }
+    assert data["algorithm"] == {"name": "dpo", "grpo": {"epochs": 2}}
+    credit = loaded({}).config.credit.name
+    assert loaded({"credit": credit}).config.credit.name == credit
+    with pytest.raises(ConfigError, match=r"no credit 'idetical'.*It comes from --set"):
+        loaded({}, "credit=idetical")
+
+
 def test_names_in_a_key_need_no_quotes() -> None:
     data: dict[str, Any] = {}
     assert apply_overrides(data, ["algorithm.reinforce++.gamma=0.9", 'rewards."v1.2".weight=2']) == {
