@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from agl_core import kinds
 from agl_core.cli.screen import AsJson, Screen, print_json, table
 from agl_core.cli.words import number, one_line, plain, said_by, score, size, status_text
+from agl_core.config.resolve import settings_of
 from agl_core.learning.transitions import message_text
+from agl_core.plugins import Plugins
 from agl_core.types import Reward, TrainingRecord
 from agl_server.commands.screen import NewestRun, Runs, filtered
 from agl_server.health.rollouts import has_cut_prompt
@@ -152,7 +155,8 @@ def show(names: Names, width: Width = 300, tokens: TokensOption = False, as_json
     rollout = entry.rollout
     if as_json:
         report = {"rollout": rollout, "superseded": entry.superseded, "attempts": group.chosen.attempts}
-        print_json({**report, "groups": group.credit, "weights": entry.weights})
+        algorithms = {credit.policy: _algorithm(group.config, credit.policy) for credit in group.credit}
+        print_json({**report, "groups": group.credit, "weights": entry.weights, "algorithms": algorithms})
         return
     screen = Screen()
     screen.print(f"rollout {rollout.id}  {rollout.mode.value}  {rollout.state.value}", style="bold")
@@ -209,13 +213,24 @@ def _print_credit(screen: Screen, group: GroupReport) -> None:
         if rollout.id in credit.credit:
             credits = credit.credit.values()
             values = "  ".join("/".join(dict.fromkeys(number(v, 4) for v in of_one)) for of_one in credits)
+            by = one_line(f"by {_algorithm(group.config, credit.policy)}", 200)
             policy = f" of policy {credit.policy}" if several else ""
             screen.print(
-                f"  group {one_line(rollout.group, 80)}, step {credit.step}: mean credit{policy} "
+                f"  group {one_line(rollout.group, 80)}, step {credit.step}, {by}: mean credit{policy} "
                 f"{number(credit.mean, 4)}, standard deviation {number(credit.std, 4)}, over {len(credits)} rollouts: "
                 f"{one_line(values, 300)}",
                 style="magenta",
             )
+
+
+def _algorithm(config: Mapping[str, Any], policy: str) -> str:
+    """A policy's algorithm, with its settings that are no defaults. No plugin file of the run is imported for it."""
+    chosen = config["policies"].get(policy, {}).get("algorithm") or config["algorithm"]
+    name, settings = chosen["name"], chosen.get(chosen["name"], {})
+    installed = Plugins.load().components(kinds.ALGORITHM).get(name)
+    usual = settings_of(installed.options.model_construct()) if installed else {}
+    own = [f"{key} = {value}" for key, value in settings.items() if usual.get(key) != value]
+    return f"{name} ({', '.join(own)})" if own else str(name)
 
 
 def _print_turn(screen: Screen, turn: Turn, width: int) -> None:

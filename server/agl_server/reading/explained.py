@@ -168,6 +168,8 @@ class GroupReport:
     """All of the group, the chosen one too."""
     credit: Sequence[GroupCredit]
     """For each step that trained on the group, and each policy."""
+    config: Mapping[str, object]
+    """The run's configuration at that time."""
 
 
 async def read_group(folder: Path, prefix: str) -> GroupReport:
@@ -175,8 +177,9 @@ async def read_group(folder: Path, prefix: str) -> GroupReport:
     async with open_store(folder) as store:
         rollout = await store.rollout(prefix)
         members = await reports_of(store, await members_of(store, rollout))
+        configs = {(run.id, run.restart): run.config for run in await store.runs()}
     chosen = next(member for member in members if member.entry.rollout.id == rollout.id)
-    return GroupReport(chosen, members, _group_credit(members))
+    return GroupReport(chosen, members, _group_credit(members), configs.get((rollout.run, rollout.restart), {}))
 
 
 async def read_call(folder: Path, prefix: str, attempt: int, call_id: str) -> Call:

@@ -218,7 +218,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     recorded.write("runs/calc/config.toml", folder=str(tmp_path))
     monkeypatch.chdir(tmp_path)
     recorded.put(
-        Run("calc", 0, 0.0, {"rewards": {"right": {"weight": 1.0}, "tools": {"weight": 1.0}}}),
+        Run("calc", 0, 0.0, {**CONFIG, "rewards": {"right": {"weight": 1.0}, "tools": {"weight": 1.0}}}),
         *(record for member in ENDS for record in recorded.trained(1, member)),
     )
     return recorded

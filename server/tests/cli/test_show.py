@@ -34,9 +34,12 @@ def test_rewards_have_their_provenance_and_the_group_its_credit(run: Any) -> Non
     assert "reward look 0.25 (by tools, for call s1-g0-m0-c0)" in text
     assert "terminal reward: 1 = right 1 (by right)" in text
     # The returns of the three are 1.25, -0.25 and 0.75: mean 1.75 / 3, squares of the deviations 0.58333 · 2.
-    group = "group s1-g0, step 1: mean credit 0.5833, standard deviation 0.7638, over 3 rollouts: 1.25  -0.25  0.75"
-    assert group in text
+    assert "group s1-g0, step 1, by plain: mean credit 0.5833, standard deviation 0.7638" in text
+    assert "over 3 rollouts: 1.25  -0.25  0.75" in text
     assert run.agl("show", "s1-g0-m0").output == text, "the newest run"
+    algorithm = {"name": "grpo", "grpo": {"beta": 0.0, "epochs": 2}}
+    run.put(Run("calc", 0, 0.0, {"policies": {}, "algorithm": algorithm}))
+    assert "step 1, by grpo (epochs = 2): mean credit" in shown(run), "the settings that are no defaults"
     assert "agl show RUN ID" in run.agl("show", "runs/calc", "s1-g0-m0", "more").output
 
 
@@ -63,7 +66,7 @@ def test_who_told_what_a_tool_did_and_by_which_rule(run: Any, fields: dict[str, 
 def test_the_terminal_reward_is_weighed_as_the_run_did(run: Any) -> None:
     weights = {"right": {"weight": 0.9}, "brief": {"weight": 0.1}, "odd": {"weight": 0.0}}
     run.put(
-        Run("calc", 0, 0.0, {"rewards": weights}),
+        Run("calc", 0, 0.0, {"rewards": weights, "policies": {}, "algorithm": {"name": "plain"}}),
         Reward("s1-g0-m0", 0, "brief.words", 0.5, "brief"),
         Reward("s1-g0-m0", 0, "odd", 3.0, "odd"),
         Reward("s1-g0-m0", 0, "mood", 0.25, "agent"),
