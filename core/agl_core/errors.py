@@ -77,10 +77,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def own_line(error: BaseException, caller: str) -> str:
-    """The last line outside of libraries in a traceback below the file `caller`, with its place; empty without one."""
+    """The last line outside of libraries in a traceback below the file `caller`, else the first, with its place."""
     frames = traceback.extract_tb(error.__traceback__)
-    called = itertools.takewhile(lambda frame: frame.filename != caller, reversed(frames))
-    own = next((frame for frame in called if not frame.filename.startswith(_INSTALLED)), None)
+    called = [*itertools.takewhile(lambda frame: frame.filename != caller, reversed(frames))]
+    own = next((frame for frame in called if not frame.filename.startswith(_INSTALLED)), called[-1] if called else None)
     return f"{own.filename}:{own.lineno}: {own.line}" if own else ""
 
 

@@ -133,7 +133,7 @@ class Plugins:
             if component.kind == kind and (first := components.setdefault(component.name, component)) is not component:
                 raise PluginError(
                     f"Two plugins bring the {kind} '{component.name}': {first.origin} and {component.origin}. "
-                    f"Rename one or uninstall it."
+                    f"Rename one, uninstall the package, or do not name the file."
                 )
         return components
 
@@ -232,12 +232,14 @@ def import_file(file: Path) -> ModuleType:
     """Import a user's own plugin file; its folder is importable from it."""
     if not file.is_file() or file.suffix != ".py":
         raise PluginError(
-            f"There is no Python file {file}. Paths are relative to the configuration file, or to its `folder`."
+            f"There is no Python file {file}. Paths in a configuration are relative to it, or to its `folder`."
         )
     add_to_path(file.parent)
-    if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) == str(file.resolve()):
-        return sys.modules[file.stem]
-    spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
+    path = str(file.resolve())
+    for name, known in [*sys.modules.items()]:  # An installed plugin may have it under another name.
+        if name != "__main__" and getattr(known, "__file__", None) == path:
+            return known
+    spec = importlib.util.spec_from_file_location(file.stem, path)
     assert spec is not None
     assert spec.loader is not None
     sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)

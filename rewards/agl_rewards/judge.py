@@ -30,8 +30,6 @@ SCALE = 10
 """The highest score that a judge can give; the lowest is 0."""
 RETRY_WAITS = (1.0, 4.0)
 """Seconds before a request is sent again that a busy or failing endpoint did not answer."""
-_AT_ONCE = 8
-"""Requests under way at a time; hosted models allow more, a small local one is busy with these."""
 _MAX_ANSWERS = 10_000
 """Answers kept in memory; the oldest goes first."""
 _REPLY_SECONDS = 300.0
@@ -160,7 +158,6 @@ class JudgeModel:
         self._headers = _authorization(options.api_key_env)
         self._answers: dict[str, asyncio.Task[list[float]]] = {}
         """By content hash, with those under way."""
-        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._calls = 0
         self._has_format = True
 
@@ -198,14 +195,13 @@ class JudgeModel:
 
     async def _ask(self, count: int, ask: AskWithLabels) -> list[float]:
         fault: str | None = None
-        async with self._turns:
-            for _ in range(2):
-                question = ask([secrets.token_hex(8) for _ in range(count)])
-                reply = await self._reply(question, fault)
-                try:
-                    return question.numbers_in(reply)
-                except ValueError as error:
-                    fault = str(error)
+        for _ in range(2):
+            question = ask([secrets.token_hex(8) for _ in range(count)])
+            reply = await self._reply(question, fault)
+            try:
+                return question.numbers_in(reply)
+            except ValueError as error:
+                fault = str(error)
         refused = JudgeError(
             f"The judge's reply was refused twice, because {fault}: {reply[:200]!r}. A larger model, a simpler rubric, "
             f"or an endpoint with structured output keeps to the form."

@@ -178,7 +178,7 @@ async def test_a_reply_with_wrong_labels_is_refused_and_costs_its_group_alone(
         scored = await score_groups(await score_all(episodes, rules, SCORE), rules, SCORE)
         failed = [None if episode.dropped is None else episode.dropped for episode, _ in scored]
         assert failed == [None] * 3 + [DropReason.REWARD_FAILED if is_stubborn else None] * 3
-        errors = [error for _, errors in scored for error in errors]
+        errors = {error for _, errors in scored for error in errors}
         assert len(errors) == is_stubborn
         assert all("refused twice, because it has" in str(error) for error in errors)
     assert len(endpoint.requests) == 6

@@ -30,7 +30,7 @@ EXAMPLES = {name: code for name, code in FILES.items() if not name.startswith("t
 CONFIGURATIONS: list[str] = re.findall(r"^\s*```toml\n(.*?)^\s*```$", PAGE, re.M | re.S)
 
 MADE = {
-    kinds.REWARD: {"brevity", "well_formed", "calculated", "shortest"},
+    kinds.REWARD: {"brevity", "calculated", "cited", "shortest"},
     kinds.CREDIT: {"relative"},
     kinds.ALGORITHM: {"cispo", "rloo"},
     kinds.TASK_SOURCE: {"sums"},
@@ -109,7 +109,6 @@ async def test_the_examples_work_as_a_users_own_files(files: list[Path], tmp_pat
     short, long = _episode(0, "4", terminal=1.0), _episode(1, "It is four.")
     assert built(kinds.REWARD, "brevity", limit=5)(short) == 1.0
     assert built(kinds.REWARD, "brevity", limit=5)(long) == 0.0
-    assert built(kinds.REWARD, "well_formed")(short) == {short.transitions[1].key: -0.1}
     calculated = replace(short, result="2 + 2", task=replace(short.task, metadata={"value": 4}))
     assert await built(kinds.REWARD, "calculated")(calculated) == 1.0
     assert built(kinds.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +17,7 @@ from agl_core.cli import app
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import ToolStatus
+from agl_rewards import evaluators
 
 README = (Path(__file__).parents[2] / "README.md").read_text().partition("\n## Two commands\n")[0]
 (CODE, RULES), (SESSION,) = (re.findall(rf"(?s)```{kind}\n(.*?)```", README) for kind in ("python", "text"))
@@ -47,6 +49,7 @@ def test_the_first_screen_prints_what_it_says(played: Path) -> None:
 def test_an_episode_of_a_callback_has_its_task_its_answer_and_its_transitions(played: Path) -> None:
     first, second = agl_core.load_episodes(played / "episodes.jsonl")
     assert (first.result, first.task.id, first.group) == ("It is 3.", "sum", second.group)
+    assert (first.member, second.member) == (0, 1)
     assert [[r.status for r in t.tool_results] for t in first.transitions] == [[ToolStatus.OK], []]
 
 
@@ -67,9 +70,31 @@ def test_a_mistake_is_named(played: Path, arguments: list[str], problem: str) ->
 def test_a_rule_that_fails_is_named_and_the_others_are_shown(played: Path) -> None:
     (played / "my_rewards.py").write_text(RULES.replace('metadata["answer"]', 'metadata["anser"]'))
     tried = CliRunner().invoke(app, ["reward", "try", "my_rewards.py", "--run", "episodes.jsonl"])
-    assert "2 episodes" in tried.output
+    assert "2 episodes, mean reward -\n" in tried.output
+    assert "brevity" in tried.output
     assert "right" in str(tried.exception)
     assert "KeyError: 'anser'" in str(tried.exception)
+
+
+def test_runs_of_one_task_are_a_group_and_a_weight_counts(played: Path) -> None:
+    code = (
+        "import agl_core\n@agl_core.group_reward_rule\ndef size(episodes):\n    return [len(episodes)] * len(episodes)"
+    )
+    (played / "sizes.py").write_text(code)
+    tried = CliRunner().invoke(
+        app, ["reward", "try", "sizes.py", "--run", "episodes.jsonl", "--set", "size.weight=0.5", "--json"]
+    )
+    assert [(row["rewards"], row["reward"]) for row in json.loads(tried.output)] == [({"size": 2.0}, 1.0)] * 2
+
+
+def test_installed_rules_are_tried_by_name_and_from_a_file_that_is_their_source_or_imports_them(played: Path) -> None:
+    (played / "theirs.py").write_text("from agl_rewards.evaluators import regex_format")
+    for rules in (["regex_format", "token_f1"], ["theirs.py"], [evaluators.__file__, "theirs.py"]):
+        arguments = ["--set", "regex_format.pattern=It", "--set", "regex_format.weight=2"]
+        tried = CliRunner().invoke(app, ["reward", "try", *rules, "--run", "episodes.jsonl", *arguments])
+        assert "regex_format" in tried.output, tried.exception
+    tried = CliRunner().invoke(app, ["reward", "try", "regex_fromat", "--run", "episodes.jsonl"])
+    assert "no reward 'regex_fromat'. Did you mean 'regex_format'?" in str(tried.exception)
 
 
 def test_a_file_without_rules_is_refused(played: Path) -> None:

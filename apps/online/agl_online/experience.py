@@ -22,7 +22,7 @@ from agl_core.store import RolloutFilter, Store
 from agl_core.types import Attempt, DropReason, Mode, Rollout, RolloutState, Transition, episode_return
 from agl_online.config import LearnSection
 from agl_server.training.metrics import Advance
-from agl_server.training.rollouts import ScoredRollout, StepGroups, warn_of_failed_rules
+from agl_server.training.rollouts import ScoredRollout, StepGroups
 from agl_server.training.session import Session
 
 _NAME_SHARE = 0.25
@@ -65,7 +65,7 @@ class SessionExperience:
         usable, unusable, waiting = await self._take(step, advance)
         ended = [*usable, *unusable]
         weights = capped_weights([scored.rollout.group for scored in usable])
-        warn_of_failed_rules(ended)
+        self.session.collector.warn_of_failed_rules(ended)
         metrics = {
             "sessions/trained": float(len(usable)),
             "sessions/dropped": float(len(unusable)),

@@ -7,9 +7,10 @@ bytes of model calls (`agl_core.capture.requests`), which are read here by the d
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
@@ -69,8 +70,8 @@ class LocalRollout:
         self._record = Attempt(self.attempt.rollout, 0, "", self._started, time.time(), ending, jsonable(result), error)
         self._ended.append(self)
 
-    def episode(self) -> Episode:
-        """The record of a finished run; an unreadable call counts as bypassed."""
+    def episode(self, member: int) -> Episode:
+        """The record of a finished run of its task; an unreadable call counts as bypassed."""
         assert self._record is not None, "the run has not finished"
         id, recording = self.attempt.rollout, self.attempt.recording
         bypassed, calls = Counter(recording.bypassed_calls), []
@@ -90,7 +91,7 @@ class LocalRollout:
             # agl did not fix the sampling, so it is no training data.
             mode=Mode.EVAL_SAMPLED,
             step=0,
-            member=0,
+            member=member,
             state=RolloutState.DONE,
             counted_attempt=0,
             ending=self._record.ending,
@@ -117,8 +118,9 @@ class LocalRollouts:
         return LocalRollout(id, self.task or Task(id, jsonable(input)), self._ended)
 
     def episodes(self) -> list[Episode]:
-        """The finished runs, with token ids if the endpoint returned them."""
-        return [rollout.episode() for rollout in self._ended.copy()]
+        """The finished runs, those of one task as a group, with token ids if the endpoint returned them."""
+        members = defaultdict[str, Iterator[int]](count)
+        return [rollout.episode(next(members[rollout.task.id])) for rollout in self._ended.copy()]
 
     def transitions(self) -> list[Transition]:
         return [transition for episode in self.episodes() for transition in episode.transitions]

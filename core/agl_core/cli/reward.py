@@ -1,4 +1,4 @@
-"""`agl reward try RULES.py`: a file's reward rules on recorded episodes, wherever the core is installed."""
+"""`agl reward try RULES`: reward rules, of a file or installed, on recorded episodes, wherever the core is."""
 
 from __future__ import annotations
 
@@ -13,31 +13,26 @@ from agl_core import kinds
 from agl_core.cli.screen import AsJson, Screen, Set, print_json, table
 from agl_core.cli.words import number, one_line
 from agl_core.config.load import apply_overrides
-from agl_core.config.models import TrainSection
+from agl_core.config.models import RewardSection, TrainSection
 from agl_core.config.resolve import Problems
 from agl_core.errors import ConfigError, PluginError, nearest
 from agl_core.learning.rewards import ScoringRule, try_rules
 from agl_core.learning.transitions import load_episodes
-from agl_core.plugins import Plugins
+from agl_core.plugins import Plugins, import_file
 from agl_core.types import Episode
 
-Rules = Annotated[Path, typer.Argument(metavar="RULES.py", help="Your plugin file, whose reward rules are tried.")]
+Rules = Annotated[list[str], typer.Argument(metavar="RULES", help="A file of yours (.py), or installed rules by name.")]
 EpisodesFile = Annotated[Path, typer.Option("--run", help="Episodes, as agl_core.save_episodes writes them.")]
 
 reward = typer.Typer(help="Try rewards on what was recorded.", no_args_is_help=True)
 
 
-@reward.callback()
-def _group() -> None:
-    """Keep `try` a command of its own."""
-
-
 @reward.command("try")
 def try_(rules: Rules, run: EpisodesFile, set_: Set = [], as_json: AsJson = False) -> None:
-    """Score recorded episodes by the reward rules of a file of yours.
+    """Score recorded episodes by the reward rules of a file of yours, or by installed ones.
 
-    The file runs with your rights. --set RULE.SETTING=VALUE changes a rule's setting. A rule that fails is named, and
-    ends the command with status 2. With agl-server installed, a configuration and a run can be given instead.
+    They run with your rights. --set RULE.SETTING=VALUE changes a rule's setting or weight. A rule that fails is named,
+    and ends the command with status 2. With agl-server installed, a configuration and a run can be given instead.
 
     For instance: agl reward try my_rewards.py --run episodes.jsonl --set brevity.limit=80
     """
@@ -50,22 +45,31 @@ def try_(rules: Rules, run: EpisodesFile, set_: Set = [], as_json: AsJson = Fals
         raise PluginError("\n  ".join(["Reward rules failed. Their episodes have no reward:", *failures]))
 
 
-def rules_of(file: Path, overrides: Sequence[str] = ()) -> list[ScoringRule]:
-    """The reward rules in a plugin file, with settings from `RULE.SETTING=VALUE`. ConfigError if one is wrong."""
-    brought = Plugins.load([file]).components(kinds.REWARD)
-    components = {name: component for name, component in brought.items() if component.origin == str(file)}
+def rules_of(names: Sequence[str], overrides: Sequence[str] = ()) -> list[ScoringRule]:
+    """Rules of plugin files or installed, with settings from `RULE.SETTING=VALUE`. ConfigError if one is wrong."""
+    components = dict[str, Any]()
+    for name in names:
+        if name.endswith(".py"):
+            own = Plugins()  # Without those that are installed: the file may be the source of one.
+            own.register(import_file(Path(name)), name)
+            components |= own.components(kinds.REWARD)
+        else:
+            components[name] = Plugins.load().component(kinds.REWARD, name, "agl reward try")
     if not components:
-        raise ConfigError(f"{file} has no reward rule: decorate a function with @agl_core.reward_rule.")
+        raise ConfigError(f"{names[0]} has no reward rule: decorate a function with @agl_core.reward_rule.")
     settings: dict[str, Any] = {}
-    report = Problems(file, apply_overrides(settings, overrides))
+    report = Problems(Path(names[0]), apply_overrides(settings, overrides))
     for unknown in settings.keys() - components.keys():
         report.add((unknown,), f"there is no such rule. {nearest(unknown, components)}")
-    options = {
-        name: report.validated(component.options, settings.get(name, {}), (name,), component.label)
-        for name, component in components.items()
-    }
+    rules = []
+    for name, component in components.items():
+        table = report.validated(RewardSection, settings.get(name, {}), (name,))
+        options = table and report.validated(component.options, table.settings, (name,), component.label)
+        if table and options:
+            rule = component.build(options)
+            rules.append(ScoringRule(name, rule, table.weight, frozenset(table.modes), table.time_limit))
     report.raise_if_any()
-    return [ScoringRule(name, component.build(options[name])) for name, component in components.items()]
+    return rules
 
 
 def _row(episode: Episode) -> dict[str, Any]:
@@ -88,5 +92,6 @@ def _print(screen: Screen, episodes: Sequence[Episode]) -> None:
         cells = ("-" if value is None else number(value) for value in (*values, row["reward"]))
         shown.add_row(one_line(row["task"], 30), one_line(str(row["result"]), 40), *cells)
     screen.print(shown)
-    rewards = [row["reward"] or 0.0 for row in rows]
-    screen.print(f"{len(rows)} episodes, mean reward {number(sum(rewards) / len(rows)) if rows else '-'}")
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    of = f" of the {len(rewards)} that have one" if 0 < len(rewards) < len(rows) else ""
+    screen.print(f"{len(rows)} episodes, mean reward {number(sum(rewards) / len(rewards)) if rewards else '-'}{of}")

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from agl_core.capture import describe_error
 from agl_core.errors import AglError, own_line
 from agl_core.processes.sandbox import SANDBOX_SECONDS, IsolatedRule, SandboxLimitError
 from agl_core.protocols import GroupRewardRule, RewardRule, RewardValue
@@ -29,6 +31,7 @@ _SECONDS = 60.0
 """The time limit of a function, which computes."""
 _SECONDS_TO_WAIT = 600.0
 """The time limit of an async function, which waits: for a server, and for its turn there."""
+_TOO_LONG = "it took longer than {:g} seconds; its table's `time_limit` allows more"
 _GRACE = 1.0
 """Seconds for an event loop to show that it still runs."""
 _LARGEST = float(np.finfo(np.float32).max)
@@ -55,28 +58,22 @@ class ScoringRule:
     """Seconds for one call of it; None: the default of its kind (`_call`)."""
 
 
-_TOGETHER = 64
-"""Episodes that are scored at the same time, so that requests of their rules (to an LLM judge) overlap."""
+_AT_ONCE = 8
+"""Calls of async rules under way at a time: a hosted model takes more, a small service is busy with these."""
+
+_TURNS = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[asyncio.Lock, asyncio.Semaphore]]()
+"""For functions, one at a time, and for async rules; waiting for a turn is no time of the rule's."""
 
 
 async def score_all(
     episodes: Sequence[Episode], rules: Sequence[ScoringRule], endings: Mapping[Ending, float | Json]
 ) -> list[tuple[Episode, list[Exception]]]:
     """`score` for each episode, in their order, many at the same time."""
-    free, turn = asyncio.Semaphore(_TOGETHER), asyncio.Lock()
-
-    async def scored(episode: Episode) -> tuple[Episode, list[Exception]]:
-        async with free:
-            return await score(episode, rules, endings, turn)
-
-    return list(await asyncio.gather(*map(scored, episodes)))
+    return list(await asyncio.gather(*(score(episode, rules, endings) for episode in episodes)))
 
 
 async def score(
-    episode: Episode,
-    rules: Sequence[ScoringRule],
-    endings: Mapping[Ending, float | Json],
-    turn: asyncio.Lock | None = None,
+    episode: Episode, rules: Sequence[ScoringRule], endings: Mapping[Ending, float | Json]
 ) -> tuple[Episode, list[Exception]]:
     """The episode with its rewards: the terminal reward is Σ weight · value over the rules that returned a value.
 
@@ -96,12 +93,12 @@ async def score(
     if treatment != "score":
         fixed = _reward(episode, episode.ending.value, float(treatment), "endings")
         return replace(episode, rewards=(*episode.rewards, fixed), terminal=fixed.value), []
-    judging, turn = _EpisodeScores(episode), turn or asyncio.Lock()
+    judging = _EpisodeScores(episode)
     for scoring in rules:
         if isinstance(scoring.rule, GroupRewardRule) or episode.mode not in scoring.modes:
             continue
         try:
-            judging.give(scoring, await _call(scoring.rule, episode, scoring.time_limit, turn))
+            judging.give(scoring, await _call(scoring.rule, episode, scoring.time_limit))
         except SandboxLimitError as error:
             judging.give(scoring, 0.0)
             judging.report(scoring, error)
@@ -114,12 +111,13 @@ async def score_groups(
     scored: Sequence[tuple[Episode, list[Exception]]],
     rules: Sequence[ScoringRule],
     endings: Mapping[Ending, float | Json],
+    elsewhere: bool = False,
 ) -> list[tuple[Episode, list[Exception]]]:
     """The rewards of `score` for whole groups, with those of the rules that see a group at once; in the same order.
 
     Such a rule sees the episodes of a group as the others rewarded them, without those that were dropped or have a
     fixed reward. If it fails, all of them are dropped. Each rollout of an evaluation is a group, even of a repeated
-    task.
+    task, unless it was recorded `elsewhere`.
     """
     together = [scoring for scoring in rules if isinstance(scoring.rule, GroupRewardRule)]
     if not together:
@@ -132,11 +130,10 @@ async def score_groups(
     groups: dict[tuple[Mode, str], list[_EpisodeScores]] = {}
     for scores in compared.values():
         episode = scores.episode
-        name = episode.rollout if episode.mode.evaluates else episode.group
+        name = episode.rollout if episode.mode.evaluates and not elsewhere else episode.group
         groups.setdefault((episode.mode, name), []).append(scores)
-    turn = asyncio.Lock()
     fitting = {mode: [scoring for scoring in together if mode in scoring.modes] for mode, _ in groups}
-    await asyncio.gather(*(_compare(group, fitting[mode], turn) for (mode, _), group in groups.items()))
+    await asyncio.gather(*(_compare(group, fitting[mode]) for (mode, _), group in groups.items()))
     return [
         (compared[place].result(), [*errors, *compared[place].errors]) if place in compared else (episode, errors)
         for place, (episode, errors) in enumerate(scored)
@@ -144,28 +141,32 @@ async def score_groups(
 
 
 async def try_rules(
-    episodes: Sequence[Episode], rules: Sequence[ScoringRule], endings: Mapping[Ending, float | Json]
+    episodes: Sequence[Episode],
+    rules: Sequence[ScoringRule],
+    endings: Mapping[Ending, float | Json],
+    elsewhere: bool = True,
 ) -> tuple[list[Episode], list[str]]:
     """The episodes of whole groups with their rewards, and the errors of rules in words, equal ones once."""
-    scored = await score_groups(await score_all(episodes, rules, endings), rules, endings)
+    scored = await score_groups(await score_all(episodes, rules, endings), rules, endings, elsewhere)
     alike: dict[str, str] = {}
     for error in (error for _, errors in scored for error in errors):
-        alike.setdefault(failure_text(error), error.__notes__[-1])
-    return [episode for episode, _ in scored], [f"{place} {text}" for text, place in alike.items()]
+        rule = error.__notes__[-1].partition(" failed on ")[0]
+        alike.setdefault(f"{rule}: {describe_error(error)}", failure_text(error))
+    return [episode for episode, _ in scored], [*alike.values()]
 
 
-async def _compare(group: Sequence[_EpisodeScores], rules: Sequence[ScoringRule], turn: asyncio.Lock) -> None:
+async def _compare(group: Sequence[_EpisodeScores], rules: Sequence[ScoringRule]) -> None:
     """Let rules that see a group at once judge one."""
     for scoring in rules:
         assert isinstance(scoring.rule, GroupRewardRule)
         try:
             episodes = [scores.episode for scores in group]
-            values = list(await _call(scoring.rule.reward, episodes, scoring.time_limit, turn))
+            values = list(await _call(scoring.rule.reward, episodes, scoring.time_limit))
             if len(values) != len(group):
                 raise ValueError(f"it gave {len(values)} values for {len(group)} episodes; one for each is needed")
         except Exception as error:
             for scores in group:
-                scores.fail(scoring, error, reported=scores is group[0])
+                scores.fail(scoring, error, of_group=scores is not group[0])
             continue
         for scores, value in zip(group, values, strict=True):
             try:
@@ -196,21 +197,19 @@ class _EpisodeScores:
             self.report(scoring, error)
         self._given += [(scoring.weight, reward) for reward in rewards]
 
-    def fail(self, scoring: ScoringRule, error: Exception, *, reported: bool = True) -> None:
-        """A rule failed; an error that concerns a whole group is reported for one of its episodes."""
-        if reported:
-            self.report(scoring, error)
+    def fail(self, scoring: ScoringRule, error: Exception, *, of_group: bool = False) -> None:
+        """A rule failed; an error `of_group` names the first rollout of its group."""
+        self.report(scoring, error, of_group)
         self._failed = self._failed or scoring.weight != 0
 
-    def report(self, scoring: ScoringRule, error: Exception) -> None:
-        error.add_note(f"The reward rule '{scoring.name}' failed on rollout {self.episode.rollout}.")
+    def report(self, scoring: ScoringRule, error: Exception, is_named: bool = False) -> None:
+        if not is_named:
+            error.add_note(f"The reward rule '{scoring.name}' failed on rollout {self.episode.rollout}.")
         self.errors.append(error)
 
     def result(self) -> Episode:
-        """The episode with the rewards, or dropped."""
-        if self._failed:
-            return replace(self.episode, terminal=None, dropped=DropReason.REWARD_FAILED)
-        if self.episode.mode is Mode.USE and not any(weight for weight, _ in self._given):
+        """The episode with the rewards, or dropped; if a rule failed, with those of the others."""
+        if not self._failed and self.episode.mode is Mode.USE and not any(weight for weight, _ in self._given):
             return replace(self.episode, terminal=None, dropped=self.episode.dropped or DropReason.NO_REWARD)
         terminal = [(weight, reward) for weight, reward in self._given if reward.call is None]
         total = (self.episode.terminal or 0.0) + sum(weight * reward.value for weight, reward in terminal)
@@ -221,22 +220,23 @@ class _EpisodeScores:
                 by_call.setdefault((reward.call, reward.choice), []).append(weighted)
         intermediate = (reward.value for rewards in by_call.values() for reward in rewards)
         finite = _are_finite([total, *(reward.value for _, reward in terminal), *intermediate])
+        dropped = DropReason.REWARD_FAILED if self._failed else self.episode.dropped
         return replace(
             self.episode,
             rewards=(*self.episode.rewards, *(reward for _, reward in terminal)),
-            terminal=total if finite else None,
+            terminal=total if finite and not self._failed else None,
             transitions=tuple(
                 replace(t, rewards=(*t.rewards, *by_call.get((t.key.call, t.key.choice), ())))
                 for t in self.episode.transitions
             ),
-            dropped=self.episode.dropped if finite else DropReason.NON_FINITE,
+            dropped=dropped if finite else dropped or DropReason.NON_FINITE,
         )
 
 
 def failure_text(error: Exception) -> str:
-    """An exception that a rule raised, in words, with the line of the rule that did."""
-    line = own_line(error, __file__)
-    return f"{type(error).__name__}: {error}{f' ({line})' if line else ''}"
+    """An exception that a rule raised, in words: the rule, a rollout, and the line of the rule that did."""
+    line = "" if isinstance(error, AglError) else own_line(error, __file__)
+    return f"{error.__notes__[-1]} {describe_error(error)}{f' ({line})' if line else ''}"
 
 
 def was_rewarded(episode: Episode) -> bool:
@@ -315,21 +315,17 @@ def _reward(episode: Episode, name: str, value: float, source: str) -> Reward:
     return Reward(rollout=episode.rollout, attempt=episode.attempt, name=name, value=value, source=source)
 
 
-class RuleTimeoutError(AglError, TimeoutError):
-    """A reward rule took too long."""
+async def _call(rule: Callable[[Argument], Any], argument: Argument, time_limit: float | None) -> Any:
+    """The value of a rule. TimeoutError if it takes longer than `time_limit`, or than the default of its kind.
 
-
-async def _call(
-    rule: Callable[[Argument], Any], argument: Argument, time_limit: float | None, turn: asyncio.Lock
-) -> Any:
-    """The value of a rule. RuleTimeoutError if it takes longer than `time_limit`, or than the default of its kind.
-
-    A function is called in a thread, one at a `turn`; an async one runs on the event loop of all rules. So a rule that
-    never returns costs its own time, not the server's. A thread cannot be ended while it is inside a single call of C
-    code, nor do others run if that holds Python's lock, as `re` does: such a rule belongs in a sandbox.
+    A function is called in a thread; an async one runs on the event loop of all rules. So a rule that never returns
+    costs its own time, not the server's. A thread cannot be ended while it is inside a single call of C code, nor do
+    others run if that holds Python's lock, as `re` does: such a rule belongs in a sandbox.
     """
     if isinstance(rule, IsolatedRule):
         return await rule(argument, time_limit or SANDBOX_SECONDS)  # type: ignore[arg-type]
+    turns = asyncio.Lock(), asyncio.Semaphore(_AT_ONCE)
+    computing, waiting = _TURNS.setdefault(asyncio.get_running_loop(), turns)
     value: concurrent.futures.Future[Any] = concurrent.futures.Future()
     value.set_running_or_notify_cancel()
 
@@ -341,13 +337,13 @@ async def _call(
         except SystemExit:  # Its own, or that of `_interrupt`.
             value.set_exception(RuntimeError("it raised SystemExit"))
 
-    async with turn:
+    async with computing:
         # No executor's: Python waits for their threads at its end, which a rule that never returns would prevent.
         thread = threading.Thread(target=run, name="agl-rule", daemon=True)
         thread.start()
         if not await _ended(value, seconds := time_limit or _SECONDS):
             _interrupt(thread)
-            raise _too_long(seconds)
+            raise TimeoutError(_TOO_LONG.format(seconds))
     if not inspect.isawaitable(value.result()):
         return value.result()
 
@@ -357,17 +353,18 @@ async def _call(
         except SystemExit:
             raise RuntimeError("it raised SystemExit") from None
 
-    loop, thread = _rules_loop()
-    running = asyncio.run_coroutine_threadsafe(awaited(), loop)
-    if await _ended(running, seconds := time_limit or _SECONDS_TO_WAIT):
-        return running.result()
+    async with waiting:
+        loop, thread = _rules_loop()
+        running = asyncio.run_coroutine_threadsafe(awaited(), loop)
+        if await _ended(running, seconds := time_limit or _SECONDS_TO_WAIT):
+            return running.result()
     running.cancel()
     alive: concurrent.futures.Future[None] = concurrent.futures.Future()
     loop.call_soon_threadsafe(alive.set_result, None)
     if not await _ended(alive, _GRACE):
         _rules_loop.cache_clear()  # The rule computes instead of waiting: the others get another loop.
         _interrupt(thread)
-    raise _too_long(seconds)
+    raise TimeoutError(_TOO_LONG.format(seconds))
 
 
 async def _ended(future: concurrent.futures.Future[Any], seconds: float) -> bool:
@@ -402,7 +399,3 @@ def _interrupt(thread: threading.Thread) -> None:
                 pass
 
     threading.Thread(target=interrupt, name="agl-interrupt", daemon=True).start()
-
-
-def _too_long(seconds: float) -> RuleTimeoutError:
-    return RuleTimeoutError(f"it took longer than {seconds:g} seconds; its table's `time_limit` allows more")

@@ -253,6 +253,7 @@ class AlarmName(StrEnum):
     NO_RESULT = "no_result"
     CACHED_REPLIES = "cached_replies"
     FAILURES = "failures"
+    REWARD_FAILED = "reward_failed"
     ASSERTED_TOOL_RESULTS = "asserted_tool_results"
     CONTRADICTED_TOOL_RESULTS = "contradicted_tool_results"
     ASSERTED_REWARDS = "asserted_rewards"
@@ -265,6 +266,6 @@ class AlarmName(StrEnum):
 
 
 _ON_ROLLOUTS = {
-    *(AlarmName.NO_REWARD, AlarmName.NO_RESULT, AlarmName.CACHED_REPLIES, AlarmName.FAILURES),
+    *(AlarmName.NO_REWARD, AlarmName.NO_RESULT, AlarmName.CACHED_REPLIES, AlarmName.FAILURES, AlarmName.REWARD_FAILED),
     *(AlarmName.ASSERTED_TOOL_RESULTS, AlarmName.CONTRADICTED_TOOL_RESULTS, AlarmName.ASSERTED_REWARDS),
 }

@@ -96,7 +96,7 @@ class Attempt:
     ending: Ending | None = None
     result: Json = None
     error: str | None = None
-    """The exception's type and message after a crash; a hint if it made no call."""
+    """The exception's type and message after a crash; a hint if it made no call; which reward rules failed, and why."""
     passed_through: Mapping[str, Json] | None = None
     """Numbers of requests that were passed on unrecorded (embeddings, audio, …), by route; None: there were none."""
     bypassed: Mapping[str, Json] | None = None

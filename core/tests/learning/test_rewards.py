@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agl_core.builtin import identical
-from agl_core.learning.rewards import ScoringRule, reported, score, score_all, score_groups
+from agl_core.learning.rewards import ScoringRule, failure_text, reported, score, score_all, score_groups
 from agl_core.learning.transitions import build_episode
 from agl_core.protocols import GroupRewardRule, RewardValue
 from agl_core.testing import episodes as make
@@ -95,6 +97,7 @@ async def test_a_rule_that_fails_drops_the_episode_unless_it_only_measures(
     reason = DropReason.NON_FINITE if problem.startswith(("it gave nan", "it gave inf", "which is no finite")) else None
     assert (scored.dropped, scored.terminal) == (reason or DropReason.REWARD_FAILED, None)
     assert problem in str(error)
+    assert [reward.value for reward in scored.rewards if reward.name == "end"] == [1.0], "the others are shown"
     scored, [error] = await score(episode, [ScoringRule("bad", rule, 0.0), end], SCORE)
     assert (scored.dropped, scored.terminal, [r.name for r in scored.rewards]) == (None, 1.0, ["end"])
     assert set(error.__notes__) == {"The reward rule 'bad' failed on rollout r."}
@@ -111,6 +114,34 @@ async def test_what_rules_wait_for_is_waited_for_together(episode: Episode) -> N
     episodes = [replace(episode, member=member) for member in range(3)]
     scored = await score_all(episodes, [ScoringRule("met", met)], SCORE)
     assert [one.terminal for one, _ in scored] == [0.0, 1.0, 2.0]
+
+
+async def test_a_service_gets_a_few_requests_at_a_time_whatever_the_number_of_rules(episode: Episode) -> None:
+    open_now, most = 0, 0
+
+    async def asks(e: Episode) -> float:
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        await asyncio.sleep(0.01)
+        open_now -= 1
+        return 1.0
+
+    scored = await score_all([episode] * 40, [ScoringRule("a", asks), ScoringRule("b", asks)], SCORE)
+    assert ({one.terminal for one, _ in scored}, most) == ({2.0}, 8)
+
+
+class SilentError(Exception):
+    """As httpx raises ConnectTimeout, without a text."""
+
+
+async def test_the_text_of_a_failure_has_type_and_line_also_in_an_installed_package(
+    episode: Episode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agl_core.errors._INSTALLED", (str(Path(__file__).parent),))
+    _, [error] = await score(episode, [ScoringRule("bad", raising(SilentError()))], SCORE)
+    line = rf"{re.escape(__file__)}:\d+: raise error"
+    assert re.fullmatch(rf"The reward rule 'bad' failed on rollout r\. SilentError \({line}\)", failure_text(error))
 
 
 async def test_the_table_of_endings_decides_before_any_rule(episode: Episode) -> None:
@@ -203,12 +234,13 @@ class TestGroupRules:
         end = ScoringRule("end", lambda e: 1.0)
         scored = await self.scored(group, ScoringRule("bad", GroupRewardRule(rule)), end)
         assert [e.dropped for e, _ in scored] == dropped
-        [error] = [error for _, errors in scored for error in errors]
+        [error] = {error for _, errors in scored for error in errors}
+        assert all(errors for one, errors in scored if one.dropped), "each says why"
         assert problem in str(error)
         assert error.__notes__[0].startswith("The reward rule 'bad' failed on rollout r")
         scored = await self.scored(group, ScoringRule("bad", GroupRewardRule(rule), 0.0), end)
         assert [e.dropped for e, _ in scored] == [None] * 3
-        assert len([error for _, errors in scored for error in errors]) == 1
+        assert len({error for _, errors in scored for error in errors}) == 1
 
 
 def loops(_: Episode) -> float:

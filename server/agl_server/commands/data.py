@@ -75,11 +75,11 @@ def import_(file: File, name: Name = "imported", as_json: AsJson = False) -> Non
     typer.echo(f"next: agl rollouts {imported.run}")
 
 
-ConfigFile = Annotated[
-    Path,
+Configs = Annotated[
+    list[str],
     typer.Argument(
-        help="The configuration to try: that of the run, with other rewards or credit. Or a plugin file (.py), whose "
-        "reward rules are tried on a file of episodes."
+        help="The configuration to try: that of the run, with other rewards or credit. Or, on a file of episodes, "
+        "reward rules: a plugin file (.py), or the names of installed ones.",
     ),
 ]
 Ids = Annotated[
@@ -113,7 +113,7 @@ reward = typer.Typer(help="Try other rewards and credit on what was recorded.", 
 
 @reward.command("try")
 def try_(
-    config: ConfigFile,
+    config: Configs,
     rollout: Ids = [],
     step: TrainingStep = None,
     run: RunFolder = None,
@@ -132,24 +132,25 @@ def try_(
 
     For instance: agl reward try train.toml --set credit.name=discounted --rollout s4-g1-m0
     """
-    if config.suffix == ".py":
+    file = Path(config[0])
+    if len(config) > 1 or file.suffix in ("", ".py"):
         if run is None or rollout or step is not None:
-            raise ConfigError(f"{config} holds rules: name the file of episodes to try them on: --run episodes.jsonl")
+            raise ConfigError(f"{file} is no configuration: name the episodes to try it on: --run episodes.jsonl")
         try_rules(config, run, set_, as_json)
         return
     if rollout and step is not None:
         raise ConfigError("Name either rollouts (--rollout) or a step (--step), not both.")
     if not yes:
-        _ask(config, read_config(config, set_))
-    loaded = load(config, set_, needs=SCORED)
-    trial = try_rewards(loaded, config, run, rollout, step)
+        _ask(file, read_config(file, set_))
+    loaded = load(file, set_, needs=SCORED)
+    trial = try_rewards(loaded, file, run, rollout, step)
     if as_json:
         print_json(trial)
     else:
         screen = Screen()
-        for file in loaded.config.plugin_files:
-            if not file.is_file():
-                screen.print(f"caution: the plugin file {file} is not there, so its hooks are not called")
+        for plugin in loaded.config.plugin_files:
+            if not plugin.is_file():
+                screen.print(f"caution: the plugin file {plugin} is not there, so its hooks are not called")
         _print_trial(screen, trial, in_full=bool(rollout))
     if trial.failures:
         heading = "Reward rules failed. Training would drop what a rule with a weight fails on:"

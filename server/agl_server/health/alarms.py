@@ -157,7 +157,7 @@ class StallWatch:
     """Asks the server for whom or what rollouts wait."""
     store: Store | None = None
     say: Callable[[str], None] = logger.warning
-    _alarms: list[Alarm] = field(default_factory=list, init=False)
+    alarms: list[Alarm] = field(default_factory=list, init=False)
     _longest: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds of the longest wait so far: for a rollout (""), and for what the engine does."""
     _standstills: list[tuple[float, float]] = field(default_factory=list, init=False)
@@ -165,7 +165,7 @@ class StallWatch:
 
     def take(self) -> list[Alarm]:
         """The alarms that were raised since this was last asked."""
-        alarms, self._alarms = self._alarms, []
+        alarms, self.alarms = self.alarms, []
         return alarms
 
     async def watched(self, work: Awaitable[Result], engine_does: str = "") -> Result:
@@ -196,8 +196,8 @@ class StallWatch:
             self._longest[engine_does] = max(self._longest.get(engine_does, 0.0), time.monotonic() - started)
 
     def _raise(self, seen: str, remedy: str) -> None:
-        self._alarms.append(Alarm.of(AlarmName.STALL, seen, remedy=remedy))
-        self.say(self._alarms[-1].text)
+        self.alarms.append(Alarm.of(AlarmName.STALL, seen, remedy=remedy))
+        self.say(self.alarms[-1].text)
 
     def slept(self, seconds: float) -> None:
         """This process, which looks around all the time, did nothing for so long: it was stopped, or blocked."""

@@ -348,6 +348,10 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
         "that fail teach little or nothing.",
         "Fix what the first error says.",
     ),
+    AlarmName.REWARD_FAILED: AlarmFacts(
+        "A tenth of the rollouts of a step, or more, were dropped because reward rules failed.",
+        "Fix what the error says, or raise the rule's time_limit.",
+    ),
     AlarmName.ASSERTED_TOOL_RESULTS: AlarmFacts(
         "Tool results count in reward or credit, and only the agent's side says what some were. Whatever the agent "
         "starts can say the same, and so earn rewards that it does not deserve.",

@@ -137,13 +137,14 @@ def try_rewards(
 async def _try(run: Path, loaded: LoadedConfig, ids: Sequence[str], step: int | None) -> Trial:
     async with open_store(run) as store:
         chosen = await _chosen(store, run, ids, step)
-        one_of = {(r.group, r.run): r for r in chosen if r.mode.trains}
+        elsewhere = is_capture(run)  # So its rollouts are no evaluations: those of a task are compared.
+        one_of = {(r.group, r.run, r.mode): r for r in chosen if r.mode.trains or elsewhere}
         groups = [await members_of(store, rollout) for _, rollout in sorted(one_of.items())]
         done = [[member for member in group if member.state is RolloutState.DONE] for group in groups]
         unfinished = sum(map(len, groups)) - sum(map(len, done))
-        everyone = [*(r for group in done for r in group), *(r for r in chosen if not r.mode.trains)]
+        everyone = [*(r for group in done for r in group), *(r for r in chosen if not (r.mode.trains or elsewhere))]
         recorded = await recorded_episodes(store, everyone, loaded.plugins.hook)
-        scored, failures = await try_rules(recorded, scoring_rules(loaded), loaded.config.train.endings)
+        scored, failures = await try_rules(recorded, scoring_rules(loaded), loaded.config.train.endings, elsewhere)
         entries = {entry.rollout.id: entry for entry in await entries_of(store, everyone)}
     records = [record for entry in entries.values() for record in entry.training_records]
     episodes = {episode.rollout: episode for episode in scored}
@@ -154,7 +155,7 @@ async def _try(run: Path, loaded: LoadedConfig, ids: Sequence[str], step: int | 
         for id, episode in episodes.items()
     }
     before = {record.key: _credit(record) for record in records}
-    after = _credited(loaded, [[in_training[member.id] for member in group] for group in done])
+    after = _credited(loaded, [[in_training[m.id] for m in group] for group in done if group[0].mode.trains])
     credit = {key: Change(before.get(key), after.get(key)) for key in {**before, **after}}
     changes = [_rollout_change(episodes[r.id], entries[r.id], credit) for r in chosen if r.id in episodes]
     mean = Change(_mean([c.terminal.before for c in changes]), _mean([c.terminal.after for c in changes]))

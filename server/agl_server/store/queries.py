@@ -169,7 +169,7 @@ def rollout(connection: sqlite3.Connection, prefix: str, where: str) -> Rollout:
         more = ", …" if len(matching) == _PREFIX_MATCHES_SHOWN else ""
         raise StoreRefusedError(
             f"Several rollouts in {where} have ids that start with {prefix!r}: "
-            f"{', '.join(rollout.id for rollout in matching)}{more}. Give more of the id."
+            f"{', '.join(rollout.id for rollout in matching)}{more}. Name one of them."
         )
     return matching[0]
 

@@ -26,7 +26,6 @@ from agl_server.training.rollouts import (
     ScoredRollout,
     StepGroups,
     TrainingPlan,
-    warn_of_failed_rules,
     without_contrast,
 )
 
@@ -154,7 +153,7 @@ class RecordedGroups:
                     groups.append(group)
                     missing -= 1
         drawn = [scored for group in groups for scored in group]
-        warn_of_failed_rules(drawn)
+        self._collector.warn_of_failed_rules(drawn)
         return StepGroups(
             groups=[[scored.episode for scored in group] for group in groups],
             rollouts=[scored.rollout for scored in drawn],

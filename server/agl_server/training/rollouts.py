@@ -24,8 +24,9 @@ from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, r
 from agl_core.learning.transitions import build_episode, episode_of
 from agl_core.plugins import RunHooks
 from agl_core.protocols import RecordedTasks, TaskSource, train_index
-from agl_core.store import Store
+from agl_core.store import Record, Store
 from agl_core.types import (
+    AlarmName,
     Annotation,
     Attempt,
     AttemptKey,
@@ -44,6 +45,7 @@ from agl_core.types import (
     scored_return,
 )
 from agl_server.health.alarms import StallWatch
+from agl_server.health.table import Alarm
 from agl_server.training.metrics import Advance
 
 if TYPE_CHECKING:  # A run is read where no server is installed, too.
@@ -156,7 +158,7 @@ class Collector:
             if waiting:
                 await self.queue.cancel(waiting)
         complete = await self.complete([scored[rollout.id] for rollout in rollouts])
-        warn_of_failed_rules(complete)
+        self.warn_of_failed_rules(complete)
         return [done.episode for done in complete]
 
     async def finished(self, ids: Collection[str]) -> list[ScoredRollout]:
@@ -172,16 +174,40 @@ class Collector:
 
     async def judged(self, rollouts: Sequence[Rollout], episodes: Sequence[Episode]) -> list[ScoredRollout]:
         """Rollouts with their episodes as the rules score them; the rewards are recorded."""
-        scored = await score_all(episodes, self.rules, self.endings)
-        await self.store.put(*(reward for episode, _ in scored for reward in _rewards_of_rules(episode)))
-        return [ScoredRollout(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
+        return await self._kept(rollouts, await score_all(episodes, self.rules, self.endings))
 
     async def complete(self, rollouts: Sequence[ScoredRollout]) -> list[ScoredRollout]:
         """The rollouts of complete groups, with the rewards of the rules that compare those of a group."""
         scored = await score_groups([(done.episode, done.reward_errors) for done in rollouts], self.rules, self.endings)
-        known = {reward for done in rollouts for reward in _rewards_of_rules(done.episode)}
-        await self.store.put(*(r for episode, _ in scored for r in _rewards_of_rules(episode) if r not in known))
-        return [ScoredRollout(done.rollout, *outcome) for done, outcome in zip(rollouts, scored, strict=True)]
+        return await self._kept([done.rollout for done in rollouts], scored)
+
+    async def _kept(
+        self, rollouts: Sequence[Rollout], scored: Sequence[tuple[Episode, list[Exception]]]
+    ) -> list[ScoredRollout]:
+        """Scored rollouts; their rewards are recorded, and which rules failed, and why, with the attempts."""
+        records: list[Record] = [reward for episode, _ in scored for reward in _rewards_of_rules(episode)]
+        failed = {(episode.rollout, episode.attempt): errors for episode, errors in scored if errors}
+        for attempt in await self.store.attempts(*(rollout for rollout, _ in failed)):
+            texts = [t for e in failed.get(attempt.key, ()) if (t := failure_text(e)) not in (attempt.error or "")]
+            records.append(replace(attempt, error="\n".join(filter(None, [attempt.error, *texts])) or None))
+        await self.store.put(*records)
+        return [ScoredRollout(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
+
+    def warn_of_failed_rules(self, rollouts: Sequence[ScoredRollout]) -> None:
+        """Warn if reward rules failed, naming rule, rollout and reason; PluginError if they failed on every rollout."""
+        errors = list({id(error): error for scored in rollouts for error in scored.reward_errors}.values())
+        if not errors:
+            return
+        first = failure_text(errors[0])
+        dropped = sum(s.episode.dropped in (DropReason.REWARD_FAILED, DropReason.NON_FINITE) for s in rollouts)
+        if dropped == len(rollouts):
+            raise PluginError(
+                f"Reward rules failed on every rollout. {first}. Fix the rule; a run that had begun can be resumed."
+            ) from errors[0]
+        seen = f"reward rules failed {len(errors)} times; {dropped} of {len(rollouts)} rollouts were dropped. {first}"
+        if 10 * dropped >= len(rollouts):
+            self.stall.alarms.append(Alarm.of(AlarmName.REWARD_FAILED, seen))
+        logger.warning("%s", seen)
 
     async def _done(self, ids: Collection[str]) -> list[Rollout]:
         """Wait for the queue, and see meanwhile whether the run is well."""
@@ -203,20 +229,6 @@ def without_contrast(group: Sequence[ScoredRollout]) -> list[ScoredRollout]:
     return [replace(s, episode=replace(s.episode, dropped=s.episode.dropped or DropReason.NO_CONTRAST)) for s in group]
 
 
-def warn_of_failed_rules(rollouts: Sequence[ScoredRollout]) -> None:
-    """Warn if reward rules failed, naming rule, rollout and reason; PluginError if they failed on every rollout."""
-    errors = [error for scored in rollouts for error in scored.reward_errors]
-    if not errors:
-        return
-    first = f"{errors[0].__notes__[-1]} {failure_text(errors[0])}"
-    dropped = sum(s.episode.dropped in (DropReason.REWARD_FAILED, DropReason.NON_FINITE) for s in rollouts)
-    if dropped == len(rollouts):
-        raise PluginError(
-            f"Reward rules failed on every rollout. {first}. Fix the rule; a run that had begun can be resumed."
-        ) from errors[0]
-    logger.warning("Reward rules failed %d times, and %d rollouts were dropped. %s", len(errors), dropped, first)
-
-
 def reward_note(episodes: Iterable[Episode]) -> str:
     """The mean reward so far, for the progress display."""
     rewards = [reward for episode in episodes if (reward := scored_return(episode)) is not None]
@@ -224,7 +236,9 @@ def reward_note(episodes: Iterable[Episode]) -> str:
 
 
 def _rewards_of_rules(episode: Episode) -> list[Reward]:
-    """The rewards that are not stored already, as those are that the agent reported."""
+    """The rewards to store: those that the agent reported are, and a dropped rollout has no more than its reason."""
+    if episode.dropped is DropReason.REWARD_FAILED:
+        return []
     of_calls = (r for t in episode.transitions for r in t.rewards)
     return [*(r for r in episode.rewards if r.source != AGENT_SOURCE), *of_calls]
 
@@ -377,7 +391,7 @@ class Experience:
         by_name = first | replaced
         groups = [by_name[name] for name in sorted(by_name, key=self._position.__getitem__)]
         drawn = [scored for group in groups for scored in group]
-        warn_of_failed_rules(drawn)
+        self._collector.warn_of_failed_rules(drawn)
         return StepGroups(
             groups=[[scored.episode for scored in group] for group in groups],
             rollouts=[scored.rollout for scored in drawn],

@@ -229,11 +229,15 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
     [one, two] = shown["attempts"][0]["episode"]["transitions"]
     assert [result["tool"] for result in one["tool_results"]] == ["add"]
     assert len(two["messages"]) == 4
-    run.write("try.toml", rewards={"numeric_match": {"field": "result"}})
+    size = (
+        "import agl_core\n@agl_core.group_reward_rule\ndef size(episodes):\n    return [len(episodes)] * len(episodes)"
+    )
+    (run.folder / "sizes.py").write_text(size)
+    run.write("try.toml", plugins=["sizes.py"], rewards={"numeric_match": {"field": "result"}, "size": {"weight": 0}})
     tried = ("reward", "try", "--yes", "try.toml", "--run", "imported", "--rollout", "imported-1", "--json")
     [rollout] = json.loads(run.agl(*tried).stdout)["rollouts"]
     assert {(reward["source"], reward["before"], reward["after"]) for reward in rollout["rewards"]} == {
-        ("imported", 1.0, None), ("numeric_match", None, 1.0),
+        ("imported", 1.0, None), ("numeric_match", None, 1.0), ("size", None, 2.0),
     }  # fmt: skip
     assert run.agl("export", "imported", "--to", "preferences", "--out", "pairs.jsonl").exit_code == 0
     [pair] = [json.loads(line) for line in (run.folder / "pairs.jsonl").read_text().splitlines()]

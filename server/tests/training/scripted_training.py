@@ -98,6 +98,9 @@ class ScriptedCollector:
     async def complete(self, rollouts: Sequence[ScoredRollout]) -> list[ScoredRollout]:
         return list(rollouts)
 
+    def warn_of_failed_rules(self, rollouts: Sequence[ScoredRollout]) -> None:
+        """No rule fails."""
+
     async def finished(self, ids: Collection[str]) -> list[ScoredRollout]:
         ready = [rollout for rollout, _ in self.out.values() if rollout.id in ids and not self.held(rollout)]
         if not ready:

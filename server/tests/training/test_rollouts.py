@@ -274,12 +274,22 @@ async def test_a_rule_that_fails_on_every_rollout_ends_the_run_and_on_some_drops
     rollouts = await recorded(store, "a", "b")
     for failing in ({"a"}, {"a", "b"}):
         queue.finish("a", "b")
-        collection = collect(collecting(queue, store, fragile), [replace(rollout) for rollout in rollouts])
+        collector = collecting(queue, store, fragile)
+        collection = collect(collector, [replace(rollout) for rollout in rollouts])
         if len(failing) == 2:
             with pytest.raises(PluginError, match="no such answer"):
                 await collection
         else:
-            assert [episode.terminal for episode in await collection] == [None, 1.0]
+            episodes = await collection
+            assert [episode.terminal for episode in episodes] == [None, 1.0]
+            first, second = await store.attempts("a", "b")
+            assert str(first.error).startswith(
+                "The reward rule 'half' failed on rollout a. ValueError: no such answer ("
+            )
+            assert (str(first.error).count("\n"), second.error) == (0, None)
+            [alarm] = collector.stall.take()
+            assert alarm.name is AlarmName.REWARD_FAILED
+            assert alarm.seen == f"reward rules failed 1 times; 1 of 2 rollouts were dropped. {first.error}"
 
 
 async def test_a_rule_that_compares_waits_for_the_whole_group_and_its_rewards_are_stored() -> None:
