@@ -126,7 +126,7 @@ def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
     [
         ("broken.py", "1 / 0", "broken.py cannot be imported: ZeroDivisionError"),
         ("broken.py", "def (", "broken.py cannot be imported: SyntaxError"),
-        ("gone.py", None, r"no Python file .*gone\.py\. Paths are relative to the configuration file"),
+        ("gone.py", None, r"no Python file .*gone\.py\. Paths in a configuration are relative to it"),
         ("notes.txt", "", r"no Python file .*notes\.txt"),
     ],
 )

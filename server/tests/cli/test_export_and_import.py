@@ -233,7 +233,11 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
         "import agl_core\n@agl_core.group_reward_rule\ndef size(episodes):\n    return [len(episodes)] * len(episodes)"
     )
     (run.folder / "sizes.py").write_text(size)
-    run.write("try.toml", plugins=["sizes.py"], rewards={"numeric_match": {"field": "result"}, "size": {"weight": 0}})
+    run.write(
+        "try.toml",
+        plugins=["trial_rules.py", "sizes.py"],
+        rewards={"numeric_match": {"field": "result"}, "size": {"weight": 0}},
+    )
     tried = ("reward", "try", "--yes", "try.toml", "--run", "imported", "--rollout", "imported-1", "--json")
     [rollout] = json.loads(run.agl(*tried).stdout)["rollouts"]
     assert {(reward["source"], reward["before"], reward["after"]) for reward in rollout["rewards"]} == {
