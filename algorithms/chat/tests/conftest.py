@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from tiny_tokenizers import make_tokenizer
 
 from agl_chat.api import ModelServer
-from agl_chat.backends import Generation, Response, SampledToken
+from agl_chat.backends import Generation, Request, Response, SampledToken
 from agl_chat.conversation import ChatText
 from agl_chat.requests import ChatRequest, parse_request
 from agl_core.types import FinishReason
@@ -105,7 +105,65 @@ class ScriptedChat:
         ids: list[int] = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
+    def letters(self, text: str, end: str | None = None) -> list[int]:
+        """A text one character at a time, as no tokenizer would write it, and the end token (or `end`)."""
+        last = self.model.tokenizer.eos_token if end is None else end
+        return [*(token for character in text for token in self.encode(character)), *self.encode(last)]
 
+
+def echo(body: dict[str, Any], choice: int = 0) -> dict[str, Any]:
+    """A reply as most clients send it back: without its reasoning."""
+    message = body["choices"][choice]["message"]
+    return {key: value for key, value in message.items() if key not in ("refusal", "reasoning_content")}
+
+
+def result(message: dict[str, Any]) -> dict[str, Any]:
+    """What the tool gave that a reply called."""
+    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42"}
+
+
+def assert_continues(
+    first: dict[str, Any], second: dict[str, Any], tail: list[int] | None = None, choice: int = 0
+) -> None:
+    """The prompt of `second` begins with the ids of `first` and its reply; `tail` is all that follows, if given."""
+    assert not second["agl"]["prefix_broken"]
+    recorded = [*first["prompt_token_ids"], *first["choices"][choice]["token_ids"]]
+    assert second["prompt_token_ids"][: len(recorded)] == recorded
+    assert tail is None or second["prompt_token_ids"][len(recorded) :] == tail
+
+
+@dataclass
+class ScriptedBackend:
+    """A back end that gives these responses, and tells of their first tokens as the test says."""
+
+    responses: Sequence[Sequence[int]] = ()
+    """Without the end token."""
+    sent: int = 10**6
+    pauses: Sequence[int] = ()
+    """After which tokens those before are read."""
+    failure: Exception | None = None
+
+    async def generate(self, request: Request) -> Generation:
+        answers = []
+        for choice, ids in enumerate(self.responses):
+            tokens = [
+                SampledToken(choice, token, -0.1 * token, {token: -0.5} if request.top else {}) for token in (*ids, END)
+            ]
+            answers.append(Response(tokens, FinishReason.STOP))
+            for number, token in enumerate(tokens[: self.sent]):
+                if request.watch:
+                    request.watch(token)
+                if number in self.pauses:
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+        if self.failure:
+            raise self.failure
+        return Generation(request, tuple(answers), 3, 5, 7)
+
+
+END = make_tokenizer("qwen2").eos_token_id
+USER = {"role": "user", "content": "What is 12 plus 30?"}
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
 CALCULATOR = {
     "type": "function",
     "function": {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {}}}},

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -24,7 +23,7 @@ from agl_core.apis.errors import ApiError
 from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 
-from .conftest import CALCULATOR, ServedModel, client_of, listening
+from .conftest import ServedModel, client_of, listening
 
 VLLM, SGLANG = "/inference/v1/generate", "/generate"
 BACKENDS: dict[str, type[HttpBackend]] = {VLLM: VllmBackend, SGLANG: SglangBackend}
@@ -316,31 +315,6 @@ async def chat_before(
         headers = {"authorization": "Bearer key"}
         async with listening(app) as front, httpx.AsyncClient(base_url=front, headers=headers, trust_env=False) as chat:
             yield chat, body
-
-
-@pytest.mark.parametrize("path", BACKENDS)
-async def test_a_conversation_with_tools_goes_on_from_the_recorded_ids(path: str, qwen: ServedModel) -> None:
-    """The ids are another tokenisation than the tokenizer's own: one letter a token."""
-    encode: Callable[..., Any] = qwen.tokenizer
-    call = '<tool_call>\n{"name":"calculator","arguments":{"expression":"12+3"}}\n</tool_call>'
-    letters = [encode(part, add_special_tokens=False)["input_ids"] for part in ("<tool_call>", "</tool_call>")]
-    inside = [token for letter in call[11:-12] for token in encode(letter, add_special_tokens=False)["input_ids"]]
-    server = Server(path, [*letters[0], *inside, *letters[1], qwen.tokenizer.eos_token_id])
-    model = replace(qwen, context_length=4096).server()
-    chat = client_of(create_app({"m": model}, server.backend, api_key="key"))
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 12 plus 3?"}]
-    before: list[int] = []
-    for _ in range(5):
-        body = {"model": "m", "messages": messages, "tools": [CALCULATOR], "return_token_ids": True}
-        reply = (await chat.post("/v1/chat/completions", json=body, headers={"x-agl-rollout": "r/0"})).json()
-        assert reply["prompt_token_ids"][: len(before)] == before
-        assert not reply["agl"]["prefix_broken"]
-        (choice,) = reply["choices"]
-        before = [*reply["prompt_token_ids"], *choice["token_ids"]]
-        result = {"role": "tool", "tool_call_id": choice["message"]["tool_calls"][0]["id"], "content": "15"}
-        messages = [*messages, choice["message"], result]
-    sent = server.received[-1]
-    assert sent.get("token_ids", sent.get("input_ids")) == reply["prompt_token_ids"]
 
 
 async def test_a_server_that_is_gone_is_an_engine_error() -> None:

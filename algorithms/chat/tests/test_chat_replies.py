@@ -14,24 +14,28 @@ import pytest
 
 from agl_chat import api
 from agl_chat.api import CHAT_COMPLETIONS, MODELS, PendingReply, create_app
-from agl_chat.backends import Generation, Request, Response, SampledToken
+from agl_chat.backends import Generation, Response, SampledToken
 from agl_core.apis.errors import ApiError
 from agl_core.types import FinishReason
 
-from .conftest import CALCULATOR, ScriptedChat, ServedModel, client_of, parsed, with_template
-
-USER = {"role": "user", "content": "What is 12 plus 30?"}
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
+from .conftest import (
+    CALCULATOR,
+    CALL,
+    USER,
+    ScriptedBackend,
+    ScriptedChat,
+    ServedModel,
+    assert_continues,
+    client_of,
+    parsed,
+    result,
+    with_template,
+)
 
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-class NoBackend:
-    async def generate(self, request: Request) -> Generation:
-        raise NotImplementedError("no model")
 
 
 @pytest.fixture
@@ -56,6 +60,7 @@ def test_a_plain_reply(chat: ScriptedChat) -> None:
         "prefix_broken": None,
         "choices": [{"mask": None, "parse_error": None}],
     }
+    assert chat.ask([USER], "The answer is 42.", return_token_ids=False).keys().isdisjoint({"agl", "prompt_token_ids"})
 
 
 def test_logprobs_name_every_token(chat: ScriptedChat) -> None:
@@ -197,6 +202,7 @@ def test_messages_in_any_spelling_are_rendered_alike(chat: ScriptedChat) -> None
         ({"temperature": -1}, "temperature", "invalid_value"),
         ({"top_p": 0}, "top_p", "invalid_value"),
         ({"n": 0}, "'n'", "invalid_value"),
+        ({"n": 999}, "less than or equal to 128", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"tool_choice": "required"}, "no tools", "invalid_type"),
         ({"tools": [CALCULATOR], "tool_choice": {"function": {"name": "calc"}}}, "not among", "invalid_type"),
@@ -263,7 +269,7 @@ async def test_what_takes_long_keeps_nobody_waiting(qwen: ServedModel, monkeypat
         return begin(*arguments, **more)
 
     monkeypatch.setattr(served, "begin", begin_late)
-    async with client_of(create_app({"m": served}, NoBackend(), api_key="key")) as client:
+    async with client_of(create_app({"m": served}, ScriptedBackend(), api_key="key")) as client:
         body = {"model": "m", "messages": [{"role": "user", "content": "12 " * 30_000}]}
         asking = asyncio.create_task(client.post(CHAT_COMPLETIONS, json=body))
         await asyncio.to_thread(begun.wait, 10)
@@ -276,20 +282,45 @@ async def test_what_takes_long_keeps_nobody_waiting(qwen: ServedModel, monkeypat
         assert (await asking).json()["error"]["code"] == "context_length_exceeded"
 
 
+TYPES = {400: "invalid_request_error", 404: "not_found_error", 500: "server_error"}
+
+
 async def test_every_error_has_the_shape_of_the_api(qwen: ServedModel) -> None:
     divides = with_template(qwen, "{{ 1 / 0 }}").server()
-    app = create_app({"m": qwen.server(), "divides": divides}, NoBackend(), api_key="key")
+    backend = ScriptedBackend(failure=NotImplementedError("no model"))
+    app = create_app({"m": qwen.server(), "divides": divides}, backend, api_key="key")
+    whole = orjson.dumps({"model": "m", "messages": [USER]})
+    nested = b'"guided_json": ' + b"[" * 990 + b"]" * 990
     async with client_of(app) as client:
-        for fields, status, words in (
-            ({"guided_json": "nested"}, 400, "nested too deeply"),
-            ({"model": "divides"}, 400, "chat template: division by zero"),
-            ({}, 500, "NotImplementedError: no model"),
+        for body, status, words in (
+            (whole[:-1] + b", " + nested + b"}", 400, "nested too deeply"),
+            (whole.replace(b'"m"', b'"divides"'), 400, "chat template: division by zero"),
+            (whole.replace(b'"m"', b'"divide"'), 404, "Did you mean 'divides'"),
+            (b'{"model": "m"}', 400, "messages"),
+            (b"[]", 400, "object"),
+            (b"{", 400, "JSON"),
+            (whole, 500, "NotImplementedError: no model"),
         ):
-            body = orjson.dumps({"model": "m", "messages": [USER], **fields})
-            body = body.replace(b'"nested"', b"[" * 990 + b"]" * 990)
             reply = await client.post(CHAT_COMPLETIONS, content=body)
-            assert reply.status_code == status, reply.text
-            assert words in reply.json()["error"]["message"]
+            error = reply.json()["error"]
+            assert (reply.status_code, error["type"]) == (status, TYPES[status])
+            assert words in error["message"]
+        for sent in ("Bearer other", "key", "Basic key", ""):
+            for path, ask in ((CHAT_COMPLETIONS, client.post), (MODELS, client.get)):
+                reply = await ask(path, headers={"authorization": sent})
+                assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_what_tunes_a_hosted_service_is_ignored_and_noted(qwen: ServedModel) -> None:
+    """A field that is not known here does not fail an agent, and the reply names it."""
+    body = {"model": "m", "messages": [USER]}
+    tuned = {"verbosity": "low", "prompt_cache_retention": "24h", "store": True, "reasoning_effort": "none"}
+    unknown = {"temprature": 0, "größe\n": {"a": 1}, "add_generation_prompt": False, "nothing": None}
+    neutral = {"modalities": ["text"], "response_format": {"type": "text"}, "top_k": -1, "best_of": 1, "user": None}
+    async with client_of(create_app({"m": qwen.server()}, ScriptedBackend([[5]]), api_key="key")) as client:
+        noted = (await client.post(CHAT_COMPLETIONS, json=body | tuned | unknown)).headers["x-agl-ignored"]
+        assert set(noted.split(", ")) == {*tuned, "temprature", "gr%C3%B6%C3%9Fe%0A", "add_generation_prompt"}
+        assert "x-agl-ignored" not in (await client.post(CHAT_COMPLETIONS, json=body | neutral)).headers
 
 
 def test_a_template_that_refuses_is_quoted(llama: ServedModel) -> None:
@@ -310,11 +341,10 @@ def test_tools_of_a_template_without_them_are_plain_text(qwen: ServedModel) -> N
         "calculator",
         {"expression": "12+30"},
     )
-    messages = [USER, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "42"}]
+    messages = [USER, choice["message"], result(choice["message"])]
     second = chat.ask(messages, "It is 42.", tools=[CALCULATOR])
-    assert not second["agl"]["prefix_broken"]
     tail = chat.encode("\n<|im_start|>user\nObservation: 42<|im_end|>\n<|im_start|>assistant\n")
-    assert second["prompt_token_ids"] == first["prompt_token_ids"] + choice["token_ids"] + tail
+    assert_continues(first, second, tail)
     assert "calculator(expression: any)" in qwen.tokenizer.decode(second["prompt_token_ids"])
     assert second["choices"][0]["message"]["content"] == "It is 42."
 

@@ -13,30 +13,21 @@ from agl_chat.conversation import ReplyMemory, token_ids, tokenized
 from agl_core.testing import episodes as make
 from agl_core.types import FinishReason, PrefixBreak
 
-from .conftest import CALCULATOR, ScriptedChat, ServedModel, parsed, with_template
+from .conftest import (
+    CALCULATOR,
+    CALL,
+    USER,
+    ScriptedChat,
+    ServedModel,
+    assert_continues,
+    echo,
+    parsed,
+    result,
+    with_template,
+)
 
-USER = {"role": "user", "content": "What is 12 plus 30?"}
 HELLO = {"role": "user", "content": "hello"}
 SPACED = '<tool_call>\n{"arguments":{"expression":"12+30"},  "name":"calculator"}\n</tool_call>'
-
-
-def letters(chat: ScriptedChat, text: str) -> list[int]:
-    """A text one character at a time, as no tokenizer would write it."""
-    return [token for character in text for token in chat.encode(character)]
-
-
-def echo(body: dict[str, Any], choice: int = 0) -> dict[str, Any]:
-    return {key: value for key, value in body["choices"][choice]["message"].items() if key != "refusal"}
-
-
-def result(message: dict[str, Any], text: str = "42") -> dict[str, Any]:
-    return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": text}
-
-
-def assert_spliced(first: dict[str, Any], second: dict[str, Any], tail: list[int], choice: int = 0) -> None:
-    assert not second["agl"]["prefix_broken"]
-    sampled = first["choices"][choice]["token_ids"]
-    assert second["prompt_token_ids"] == first["prompt_token_ids"] + sampled + tail
 
 
 @pytest.fixture
@@ -48,15 +39,15 @@ NEXT = "\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_reply_that_would_be_tokenised_otherwise(chat: ScriptedChat) -> None:
-    ids = [*letters(chat, "The answer is 42."), chat.model.tokenizer.eos_token_id]
+    ids = chat.letters("The answer is 42.")
     assert ids[:-1] != chat.encode("The answer is 42.")
     first = chat.ask([USER], ids)
     messages = [USER, echo(first), HELLO]
     second = chat.ask(messages, "x")
-    assert_spliced(first, second, chat.encode(NEXT))
+    assert_continues(first, second, chat.encode(NEXT))
     assert second["prompt_token_ids"] != chat.ask(messages, "x", session="other")["prompt_token_ids"]
     third = chat.ask([*messages, echo(second), HELLO], "x")
-    assert_spliced(second, third, chat.encode(NEXT))
+    assert_continues(second, third, chat.encode(NEXT))
 
 
 def test_tool_calls_that_would_be_written_otherwise(chat: ScriptedChat) -> None:
@@ -65,7 +56,7 @@ def test_tool_calls_that_would_be_written_otherwise(chat: ScriptedChat) -> None:
     message["tool_calls"][0]["function"]["arguments"] = '{ "expression" : "12+30" }'
     second = chat.ask([USER, message, result(message)], "The answer is 42.", tools=[CALCULATOR])
     tail = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert_spliced(first, second, chat.encode(tail))
+    assert_continues(first, second, chat.encode(tail))
 
 
 @pytest.mark.parametrize(
@@ -78,40 +69,35 @@ def test_tool_calls_that_would_be_written_otherwise(chat: ScriptedChat) -> None:
     ids=["malformed call", "cut by length", "another end token"],
 )
 def test_a_reply_is_spliced_as_it_was_sampled(chat: ScriptedChat, reply: str, end: str, tail: str) -> None:
-    first = chat.ask([USER], [*letters(chat, reply), *chat.encode(end)], tools=[CALCULATOR])
+    first = chat.ask([USER], chat.letters(reply, end), tools=[CALCULATOR])
     second = chat.ask([USER, echo(first), HELLO], "x", tools=[CALCULATOR])
-    assert_spliced(first, second, chat.encode(tail))
+    assert_continues(first, second, chat.encode(tail))
 
 
 def test_a_reply_with_spaces_that_the_template_trims(llama: ServedModel) -> None:
     chat = ScriptedChat(llama)
-    first = chat.ask([USER], [*letters(chat, "  so it is 42 \n"), llama.tokenizer.eos_token_id])
+    first = chat.ask([USER], chat.letters("  so it is 42 \n"))
     second = chat.ask([USER, echo(first), HELLO], "x")
     tail = (
         "<|start_header_id|>user<|end_header_id|>\n\nhello<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     )
-    assert_spliced(first, second, chat.encode(tail))
+    assert_continues(first, second, chat.encode(tail))
 
 
 def test_the_choice_that_is_echoed_is_spliced(chat: ScriptedChat) -> None:
-    eos = chat.model.tokenizer.eos_token_id
-    first = chat.ask([USER], "one", [*letters(chat, "two"), eos], SPACED, SPACED, tools=[CALCULATOR])
+    first = chat.ask([USER], "one", chat.letters("two"), SPACED, SPACED, tools=[CALCULATOR])
     for choice in (1, 3):
         message = echo(first, choice)
         after = result(message) if choice == 3 else HELLO
-        second = chat.ask([USER, message, after], "x", tools=[CALCULATOR])
-        assert not second["agl"]["prefix_broken"]
-        prefix = first["prompt_token_ids"] + first["choices"][choice]["token_ids"]
-        assert second["prompt_token_ids"][: len(prefix)] == prefix
+        assert_continues(first, chat.ask([USER, message, after], "x", tools=[CALCULATOR]), choice=choice)
 
 
 def test_agents_that_interleave_in_one_rollout(chat: ScriptedChat) -> None:
     system = {"role": "system", "content": "You are a math agent."}
-    eos = chat.model.tokenizer.eos_token_id
-    one = chat.ask([USER], [*letters(chat, "one"), eos])
-    two = chat.ask([system, USER], [*letters(chat, "two"), eos])
-    assert_spliced(one, chat.ask([USER, echo(one), HELLO], "x"), chat.encode(NEXT))
-    assert_spliced(two, chat.ask([system, USER, echo(two), HELLO], "x"), chat.encode(NEXT))
+    one = chat.ask([USER], chat.letters("one"))
+    two = chat.ask([system, USER], chat.letters("two"))
+    assert_continues(one, chat.ask([USER, echo(one), HELLO], "x"), chat.encode(NEXT))
+    assert_continues(two, chat.ask([system, USER, echo(two), HELLO], "x"), chat.encode(NEXT))
 
 
 def broken(chat: ScriptedChat, messages: list[dict[str, Any]], **fields: Any) -> PrefixBreak | None:
@@ -120,7 +106,7 @@ def broken(chat: ScriptedChat, messages: list[dict[str, Any]], **fields: Any) ->
 
 
 def test_what_cannot_be_spliced_is_tokenised_anew_and_told(chat: ScriptedChat) -> None:
-    first = chat.ask([USER], [*letters(chat, "The answer is 42."), chat.model.tokenizer.eos_token_id])
+    first = chat.ask([USER], chat.letters("The answer is 42."))
     edited = [USER, {"role": "assistant", "content": "The answer is 43."}, HELLO]
     moved = [{"role": "user", "content": "Something else?"}, echo(first), HELLO]
     for messages, cause in ((edited, PrefixBreak.EDITED), (moved, PrefixBreak.MOVED)):
@@ -134,15 +120,12 @@ def test_what_cannot_be_spliced_is_tokenised_anew_and_told(chat: ScriptedChat) -
 
 def test_a_rollout_that_moved_is_tokenised_anew_once(qwen: ServedModel) -> None:
     old, new = ScriptedChat(qwen), ScriptedChat(qwen)
-    first = old.ask([USER], [*letters(old, "The answer is 42."), old.model.tokenizer.eos_token_id])
+    first = old.ask([USER], old.letters("The answer is 42."))
     messages = [USER, echo(first), HELLO]
     second = new.ask(messages, "And now?", moved=True)
     assert second["agl"]["prefix_broken"] == PrefixBreak.SERVER
     assert not broken(new, [HELLO], moved=True), "a conversation that begins"
-    third = new.ask([*messages, echo(second), HELLO], "x", moved=True)
-    assert not third["agl"]["prefix_broken"]
-    recorded = [*second["prompt_token_ids"], *second["choices"][0]["token_ids"]]
-    assert third["prompt_token_ids"][: len(recorded)] == recorded
+    assert_continues(second, new.ask([*messages, echo(second), HELLO], "x", moved=True))
 
 
 def test_a_template_that_rewrites_history_breaks(qwen: ServedModel) -> None:
@@ -196,10 +179,10 @@ def test_no_text_of_a_system_message_is_lost(qwen: ServedModel, name: str) -> No
     assert chat.served.text.kept_systems == kept
     one, two, three, four, five = ({"role": "system", "content": f"<rule {number}>"} for number in range(5))
     called = {"role": "assistant", "content": "<call>", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
-    result = {"role": "tool", "tool_call_id": "c", "content": "<result>"}
+    gave = {"role": "tool", "tool_call_id": "c", "content": "<result>"}
     conversations = [[one, two, USER], [one, USER, two], [USER, one], [one]]
     if name != "alternates, as Gemma 3":
-        conversations = [*conversations, [USER, called, result, two]]
+        conversations = [*conversations, [USER, called, gave, two]]
     for messages in conversations:
         ids = chat.ask(messages, "x", session=None)["prompt_token_ids"]
         shown = chat.model.tokenizer.decode(ids)
@@ -209,17 +192,15 @@ def test_no_text_of_a_system_message_is_lost(qwen: ServedModel, name: str) -> No
         exchange = chat.served.begin(parsed({"model": "m", "messages": messages}), None)
         folded = [f"messages.{at}.role" for at, m in enumerate(messages) if m["role"] == "system" and at >= kept]
         assert exchange.ignored == (() if kept == 2 else tuple(folded))
-    first = chat.ask([one, USER, two], letters(chat, "so be it") + chat.encode("<|im_end|>"))
+    first = chat.ask([one, USER, two], chat.letters("so be it"))
     messages = [one, USER, two, echo(first), three, four, HELLO]
     second = chat.ask(messages, "x")
-    third = chat.ask([*messages, echo(second), five], "x")
-    for before, after in ((first, second), (second, third)):
-        recorded = [*before["prompt_token_ids"], *before["choices"][0]["token_ids"]]
-        assert after["prompt_token_ids"][: len(recorded)] == recorded
+    assert_continues(first, second)
+    assert_continues(second, chat.ask([*messages, echo(second), five], "x"))
 
 
 def test_sessions_are_apart(chat: ScriptedChat) -> None:
-    first = chat.ask([USER], [*letters(chat, "The answer is 42."), chat.model.tokenizer.eos_token_id])
+    first = chat.ask([USER], chat.letters("The answer is 42."))
     messages = [USER, echo(first), HELLO]
     anew = chat.ask(messages, "x", session="r/1")
     assert anew["prompt_token_ids"] != chat.ask(messages, "x")["prompt_token_ids"]
@@ -257,19 +238,11 @@ def test_one_session_that_never_ends_forgets_its_oldest_calls(chat: ScriptedChat
     assert 2 < sum(known) < 6
 
 
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
-
-
-def message_of(body: dict[str, Any]) -> dict[str, Any]:
-    """The reply as a client keeps it."""
-    return {key: value for key, value in body["choices"][0]["message"].items() if value is not None}
-
-
 def test_a_text_has_the_ids_that_were_sampled_for_it(qwen: ServedModel) -> None:
     chat = ScriptedChat(qwen)
     body = chat.ask([USER], "The answer is 42.")
 
-    prompt, response = token_ids(chat.served.text, [USER], [], message_of(body))
+    prompt, response = token_ids(chat.served.text, [USER], [], echo(body))
 
     assert prompt is not None
     assert response is not None
@@ -280,12 +253,11 @@ def test_a_text_has_the_ids_that_were_sampled_for_it(qwen: ServedModel) -> None:
 def test_tool_calls_and_what_follows_them(qwen: ServedModel) -> None:
     chat = ScriptedChat(qwen)
     first = chat.ask([USER], CALL, tools=[CALCULATOR])
-    called = message_of(first)["tool_calls"][0]
-    result = {"role": "tool", "tool_call_id": called["id"], "content": "42"}
-    then = chat.ask([USER, message_of(first), result], "The answer is 42.", tools=[CALCULATOR])
+    following = [USER, echo(first), result(echo(first))]
+    then = chat.ask(following, "The answer is 42.", tools=[CALCULATOR])
 
-    for messages, body in (([USER], first), ([USER, message_of(first), result], then)):
-        prompt, response = token_ids(chat.served.text, messages, [CALCULATOR], message_of(body))
+    for messages, body in (([USER], first), (following, then)):
+        prompt, response = token_ids(chat.served.text, messages, [CALCULATOR], echo(body))
 
         assert prompt is not None
         assert response is not None

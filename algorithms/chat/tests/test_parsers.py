@@ -192,16 +192,8 @@ def test_plain_text_is_plain_text() -> None:
             assert (parsed.content, parsed.calls, parsed.error) == (text, (), None)
 
 
-@pytest.mark.parametrize(
-    "text", ['{"name": "f", "parameters": {"x": 1}}', ' <|python_tag|>{"name":"f","parameters":{"x":1}}']
-)
-def test_llama_calls(text: str) -> None:
-    (call,) = LLAMA_JSON.parse(text).calls
-    assert (call.name, call.arguments) == ("f", {"x": 1})
-
-
-def test_llama_parallel_calls() -> None:
-    parsed = LLAMA_JSON.parse('{"name": "f", "parameters": {}} ; {"name": "g", "parameters": {"y": "; }"}}')
+def test_llama_calls_side_by_side_may_have_a_tag_before_them() -> None:
+    parsed = LLAMA_JSON.parse(' <|python_tag|>{"name":"f","parameters":{}} ; {"name": "g", "parameters": {"y": "; }"}}')
     assert [(call.name, call.arguments) for call in parsed.calls] == [("f", {}), ("g", {"y": "; }"})]
 
 

@@ -82,8 +82,6 @@ async def test_it_lists_and_answers_for_the_models_of_the_server(path: str, fold
     body = {"model": "qwen", "messages": [{"role": "user", "content": "Hi"}], "return_token_ids": True}
     reply = (await client.post("/v1/chat/completions", json=body)).json()
     assert reply["choices"][0]["token_ids"] == [9, 4, 1]
-    refused = await client.get("/v1/models", headers={"authorization": "Bearer other"})
-    assert refused.status_code == 401
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,14 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_chat.api import create_app
-from agl_chat.backends import Generation, Request, Response, SampledToken
 from agl_core.apis.streamed import StreamedCompletion
 from agl_core.errors import EngineError
-from agl_core.types import FinishReason
 
-from .conftest import CALCULATOR, ServedModel, client_of, make_model
+from .conftest import CALCULATOR, CALL, USER, ScriptedBackend, ServedModel, client_of, make_model
 
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
 TEXTS = [
     "The answer is 42.",
     "Grüße, 世界! 🎉",
@@ -32,48 +28,18 @@ TEXTS = [
 ]
 MODEL = make_model("qwen2", "<|im_end|>", "<|endoftext|>")
 TOKENIZER = MODEL.tokenizer
-END = TOKENIZER.eos_token_id
 parts = st.sampled_from([TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in TEXTS]) | st.lists(
     st.integers(0, len(TOKENIZER) - 1), max_size=6
 )
 responses = st.lists(parts, max_size=4).map(lambda some: [token for part in some for token in part if token > 1])
 
 
-@dataclass
-class Scripted:
-    """A back end that gives these responses, and tells of their first tokens as the test says."""
-
-    responses: Sequence[Sequence[int]]
-    sent: int = 10**6
-    pauses: Sequence[int] = ()
-    """After which tokens those before are read."""
-    failure: Exception | None = None
-
-    async def generate(self, request: Request) -> Generation:
-        answers = []
-        for choice, ids in enumerate(self.responses):
-            tokens = [
-                SampledToken(choice, token, -0.1 * token, {token: -0.5} if request.top else {}) for token in (*ids, END)
-            ]
-            answers.append(Response(tokens, FinishReason.STOP))
-            for number, token in enumerate(tokens[: self.sent]):
-                if request.watch:
-                    request.watch(token)
-                if number in self.pauses:
-                    await asyncio.sleep(0)
-                    await asyncio.sleep(0)
-        if self.failure:
-            raise self.failure
-        return Generation(request, tuple(answers), 3, 5, 7)
-
-
-def answer(model: ServedModel, backend: Scripted, **fields: Any) -> tuple[int, str]:
+def answer(model: ServedModel, backend: ScriptedBackend, **fields: Any) -> tuple[int, str]:
     """Status and body of a reply."""
 
     async def ask() -> tuple[int, str]:
         client = client_of(create_app({"m": model.server()}, backend, api_key="key"))
-        user = {"role": "user", "content": "What is 12 plus 30?"}
-        body = {"model": "m", "messages": [user], "n": len(backend.responses), "seed": 1, "logprobs": True}
+        body = {"model": "m", "messages": [USER], "n": len(backend.responses), "seed": 1, "logprobs": True}
         body |= {"return_token_ids": True, **fields}
         reply = await client.post("/v1/chat/completions", json=body, headers={"x-agl-rollout": "r/0"})
         return reply.status_code, reply.text
@@ -118,7 +84,7 @@ def test_chunks_add_up_to_the_whole_reply(
 ) -> None:
     fields: dict[str, Any] = {"tools": [CALCULATOR]} if tools else {}
     fields |= {"stop": stop, "top_logprobs": top}
-    backend = Scripted(ids, sent, sorted(pauses))
+    backend = ScriptedBackend(ids, sent, sorted(pauses))
     status, body = answer(MODEL, backend, **fields)
     assert status == 200, body
     _, streamed = answer(MODEL, backend, **fields, stream=True)
@@ -130,7 +96,7 @@ def test_chunks_add_up_to_the_whole_reply(
 
 def test_text_comes_with_its_tokens_and_may_wait_for_more(qwen: ServedModel) -> None:
     ids = TOKENIZER("世 12 ST 3", add_special_tokens=False)["input_ids"]
-    _, body = answer(qwen, Scripted([ids], pauses=range(99)), stream=True, stop=["STOP"])
+    _, body = answer(qwen, ScriptedBackend([ids], pauses=range(99)), stream=True, stop=["STOP"])
     choices = [choice for chunk in chunks_of(body) for choice in chunk["choices"]]
     pieces = [choice["delta"].get("content", "") for choice in choices]
     assert "".join(pieces) == "世 12 ST 3"
@@ -142,7 +108,7 @@ def test_text_comes_with_its_tokens_and_may_wait_for_more(qwen: ServedModel) -> 
 
 @pytest.mark.parametrize("sent", [0, 4])
 def test_a_failure_has_a_status_before_the_first_token_and_ends_the_stream_later(sent: int, qwen: ServedModel) -> None:
-    failing = Scripted([[5, 6, 7, 8]], sent, range(9), EngineError("Sampling failed."))
+    failing = ScriptedBackend([[5, 6, 7, 8]], sent, range(9), EngineError("Sampling failed."))
     status, body = answer(qwen, failing, stream=True)
     assert status == (200 if sent else 500)
     error = json.loads(body.removesuffix("\n\n").split("\n\n")[-1].removeprefix("data: "))["error"]
@@ -160,4 +126,4 @@ async def test_who_hangs_up_before_the_request_is_whole_raises_nothing() -> None
     async def send(message: Any) -> None:
         pass
 
-    await create_app({}, Scripted([]), api_key="key")(scope, receive, send)
+    await create_app({}, ScriptedBackend([]), api_key="key")(scope, receive, send)

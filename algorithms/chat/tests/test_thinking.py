@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from tiny_tokenizers import make_tokenizer
 
-from .conftest import CALCULATOR, ScriptedChat, ServedModel
+from .conftest import CALCULATOR, CALL, USER, ScriptedChat, ServedModel, assert_continues, echo, result
 
 DROPS_EARLIER_THOUGHTS = """\
 {%- for tool in tools or [] %}{{ tool | tojson }}
@@ -29,55 +27,38 @@ DROPS_EARLIER_THOUGHTS = """\
 OPENS = DROPS_EARLIER_THOUGHTS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 """Its prompt begins the reasoning, as those of DeepSeek R1 and Qwen3's thinking models do."""
 
-USER = {"role": "user", "content": "What is 12 plus 30?"}
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+30"}}\n</tool_call>'
-
 
 def model_of(template: str) -> ScriptedChat:
     tokenizer = make_tokenizer("qwen2", template)
     return ScriptedChat(ServedModel(tokenizer, frozenset([tokenizer.eos_token_id])))
 
 
-def letters(chat: ScriptedChat, text: str) -> list[int]:
-    """A text one character at a time, as no tokenizer would write it."""
-    return [token for character in text for token in chat.encode(character)]
-
-
-def echo(body: dict[str, Any]) -> dict[str, Any]:
-    """The reply as most clients send it back: without its reasoning."""
-    message = body["choices"][0]["message"]
-    return {key: value for key, value in message.items() if key not in ("refusal", "reasoning_content")}
-
-
 def test_thoughts_that_a_client_drops_are_in_the_prompt_as_long_as_the_template_shows_them() -> None:
     chat = model_of(DROPS_EARLIER_THOUGHTS)
     thoughts = f"<think>\n12 and  30.\n</think>\n\n{CALL}"
-    first = chat.ask([USER], [*letters(chat, thoughts), chat.model.tokenizer.eos_token_id], tools=[CALCULATOR])
+    first = chat.ask([USER], chat.letters(thoughts), tools=[CALCULATOR])
     message = first["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("12 and  30.", None)
     assert len(message["tool_calls"]) == 1
 
-    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42"}
-    second = chat.ask([USER, echo(first), result], "It is 42.", tools=[CALCULATOR])
-    assert not second["agl"]["prefix_broken"]
-    recorded = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
-    assert second["prompt_token_ids"][: len(recorded)] == recorded
+    messages = [USER, echo(first), result(message)]
+    second = chat.ask(messages, "It is 42.", tools=[CALCULATOR])
+    assert_continues(first, second)
 
-    third = chat.ask([USER, echo(first), result, echo(second), USER], "Again 42.", tools=[CALCULATOR])
+    third = chat.ask([*messages, echo(second), USER], "Again 42.", tools=[CALCULATOR])
     assert third["agl"]["prefix_broken"]
     assert "<think>" not in chat.model.tokenizer.decode(third["prompt_token_ids"])
 
 
 def test_thoughts_that_were_cut_get_the_end_that_the_template_writes() -> None:
     chat = model_of(DROPS_EARLIER_THOUGHTS)
-    first = chat.ask([USER], letters(chat, "<think>\n12 and"))
+    first = chat.ask([USER], chat.letters("<think>\n12 and", end=""))
     assert first["choices"][0]["message"] == {
         "role": "assistant", "content": "", "refusal": None, "reasoning_content": "12 and"
     }  # fmt: skip
     second = chat.ask([USER, echo(first), {"role": "system", "content": "Go on."}], "42")
-    recorded = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
     tail = "\n</think>\n\n<|im_end|>\n<|im_start|>system\nGo on.<|im_end|>\n<|im_start|>assistant\n"
-    assert second["prompt_token_ids"] == recorded + chat.encode(tail)
+    assert_continues(first, second, chat.encode(tail))
 
 
 def test_thoughts_that_the_prompt_begins() -> None:
@@ -105,10 +86,9 @@ def test_the_mark_of_what_follows_stands_once_after_a_reply(end: str, tail: str)
     tokenizer = make_tokenizer("qwen2", MARKS_ROLES)
     ends = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|endoftext|>"])
     chat = ScriptedChat(ServedModel(tokenizer, frozenset(ends)))
-    first = chat.ask([USER], [*letters(chat, "It is 42."), *chat.encode(end)])
+    first = chat.ask([USER], chat.letters("It is 42.", end))
     second = chat.ask([USER, echo(first), {"role": "user", "content": "Again?"}], "42")
-    recorded = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
-    assert second["prompt_token_ids"] == recorded + chat.encode(f"{tail}<|im_start|>assistant ")
+    assert_continues(first, second, chat.encode(f"{tail}<|im_start|>assistant "))
 
 
 MISTRAL = """\
@@ -142,7 +122,5 @@ def test_messages_are_as_the_template_wants_them(template: str, reply: str) -> N
     first = chat.ask([USER], reply, tools=[CALCULATOR])
     (call,) = first["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "calculator", "arguments": '{"expression": "1"}'}
-    result = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
-    second = chat.ask([USER, echo(first), result], "It is 42.", tools=[CALCULATOR])
-    recorded = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
-    assert second["prompt_token_ids"][: len(recorded)] == recorded
+    second = chat.ask([USER, echo(first), result(echo(first))], "It is 42.", tools=[CALCULATOR])
+    assert_continues(first, second)

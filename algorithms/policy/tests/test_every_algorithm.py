@@ -19,7 +19,15 @@ from agl_algorithms.distill import Distill
 from agl_algorithms.dpo import Dpo
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.imitation import Rft, Sft
-from agl_algorithms.plugin import GrpoOptions, PpoOptions, ReinforceOptions, RftOptions, SftOptions
+from agl_algorithms.plugin import (
+    DistillOptions,
+    DpoOptions,
+    GrpoOptions,
+    PpoOptions,
+    ReinforceOptions,
+    RftOptions,
+    SftOptions,
+)
 from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
 from agl_algorithms.reinforce import Reinforce
@@ -45,12 +53,15 @@ EVERY_KIND: list[Algorithm] = [
     Rft(RftOptions(threshold=0.25, aggregation="token-mean")),
     Rft(RftOptions(top_k=2)),
 ]
+WITH_DPO: list[Algorithm] = [*EVERY_KIND, Dpo(DpoOptions(margin=0.0))]
+"""DPO's weights do not sum to one."""
 BUILT: dict[str, Callable[..., Algorithm]] = {
     "grpo": lambda **options: Grpo(GrpoOptions(**options)),
     "reinforce": lambda **options: Reinforce(ReinforceOptions(**options)),
     "ppo": lambda **options: Ppo(PpoOptions(**options)),
     "sft": lambda **options: Sft(SftOptions(**options)),
     "rft": lambda **options: Rft(RftOptions(**options)),
+    "distill": lambda **options: Distill(DistillOptions(**options)),
 }
 OF_ALL: list[Change] = [
     ({}, {"clip": 0.1}),
@@ -92,12 +103,15 @@ IMITATION: dict[str, list[Change]] = {
 }
 
 
-def advantages_of(algorithm: Algorithm, samples: Samples) -> Tensor:
-    return algorithm.advantages(samples, critic_values(samples) if algorithm.needs_critic else None)
+def advantages_of(algorithm: Algorithm, samples: Samples, logprobs: Logprobs) -> Tensor:
+    advantages_R = algorithm.advantages(samples, critic_values(samples) if algorithm.needs_critic else None)
+    if algorithm.needs_scores:
+        return algorithm.rescore(samples, logprobs, advantages_R, algorithm.weights(samples))[0]
+    return advantages_R
 
 
 def whole_loss(algorithm: Algorithm, samples: Samples, logprobs: Logprobs) -> Tensor:
-    return algorithm.loss(samples, logprobs, advantages_of(algorithm, samples), algorithm.weights(samples))[0]
+    return algorithm.loss(samples, logprobs, advantages_of(algorithm, samples, logprobs), algorithm.weights(samples))[0]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +150,12 @@ def test_every_loss_option_changes_the_gradient(
         ("rft", {}),
         ("rft", {"threshold": 0.5, "top_k": 1}),
         ("rft", {"top_k": 0}),
+        ("distill", {}),
+        ("distill", {"teacher": ""}),
+        ("distill", {"teacher": "a/folder", "teacher_model": "name"}),
+        ("distill", {"teacher": "a/folder", "teacher_key_env": "KEY"}),
+        ("distill", {"teacher": "http://localhost:8000/v1"}),
+        ("distill", {"teacher": "a/folder", "reward_weight": -1}),
     ],
 )
 def test_settings_without_effect_and_out_of_bounds_are_refused(name: str, settings: dict[str, Any]) -> None:
@@ -154,22 +174,25 @@ def test_weights_sum_to_one_and_no_token_is_masked_and_weighs(
     assert (weights[~samples.mask_R] == 0).all()
 
 
-@given(batches(), st.sampled_from(EVERY_KIND), st.randoms(use_true_random=False))
+@given(batches(), st.sampled_from(WITH_DPO), st.randoms(use_true_random=False))
 def test_order_of_transitions_does_not_matter(batch: tuple[list[Row], int], algorithm: Algorithm, rng: Any) -> None:
     samples, logprobs = build(*batch)
     order = list(range(samples.values_N.numel()))
     rng.shuffle(order)
     shuffled, compared, tokens = select(samples, logprobs, order)
     torch.testing.assert_close(
-        advantages_of(algorithm, shuffled), advantages_of(algorithm, samples)[tokens], rtol=1e-9, atol=1e-9
+        advantages_of(algorithm, shuffled, compared),
+        advantages_of(algorithm, samples, logprobs)[tokens],
+        rtol=1e-9,
+        atol=1e-9,
     )
     torch.testing.assert_close(whole_loss(algorithm, shuffled, compared), whole_loss(algorithm, samples, logprobs))
 
 
-@given(batches(), st.sampled_from(EVERY_KIND), st.integers(1, 4))
+@given(batches(), st.sampled_from(WITH_DPO), st.integers(1, 4))
 def test_micro_batches_add_up_to_the_whole(batch: tuple[list[Row], int], algorithm: Algorithm, size: int) -> None:
     samples, logprobs = build(*batch)
-    advantages, weights = advantages_of(algorithm, samples), algorithm.weights(samples)
+    advantages, weights = advantages_of(algorithm, samples, logprobs), algorithm.weights(samples)
     whole, metrics = algorithm.loss(samples, logprobs, advantages, weights)
     count = samples.values_N.numel()
     parts = []

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
@@ -53,15 +52,6 @@ def test_the_best_of_each_group_and_of_equal_ones_the_first() -> None:
     assert imitated(top_k=9) == [1] * 5
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [({}, "does not say which rollouts are good"), ({"threshold": 0.0, "top_k": 1}, "has both threshold and top_k")],
-)
-def test_exactly_one_choice_is_made(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        RftOptions(**given)
-
-
 @given(
     batches(),
     st.sampled_from([{"threshold": 0.25}, {"top_k": 1}, {"top_k": 2}]),
@@ -103,29 +93,6 @@ def test_only_rollouts_in_pairs_are_computed_and_a_masked_one_is_in_none() -> No
     algorithm = dpo()
     assert algorithm.weights(samples).tolist() == [1, 0, 1, 0, 0, 0]
     assert algorithm.keep(samples, algorithm.advantages(samples)).tolist() == [True, False, True, False, False, False]
-
-
-@given(batches(), st.randoms(use_true_random=False), st.integers(1, 4))
-def test_neither_the_order_nor_the_split_of_transitions_matters(
-    batch: tuple[list[Row], int], rng: Any, size: int
-) -> None:
-    samples, logprobs = build(*batch)
-    algorithm = dpo()
-    order = list(range(len(samples)))
-    rng.shuffle(order)
-
-    def advantages_of(samples: Samples, logprobs: Logprobs) -> Tensor:
-        return algorithm.rescore(samples, logprobs, algorithm.advantages(samples), algorithm.weights(samples))[0]
-
-    shuffled, compared, tokens = select(samples, logprobs, order)
-    advantages_R, weights_R = advantages_of(samples, logprobs), algorithm.weights(samples)
-    torch.testing.assert_close(advantages_of(shuffled, compared), advantages_R[tokens])
-    whole, _ = algorithm.loss(samples, logprobs, advantages_R, weights_R)
-    parts = []
-    for start in range(0, len(order), size):
-        part, compared, tokens = select(samples, logprobs, order[start : start + size])
-        parts.append(algorithm.loss(part, compared, advantages_R[tokens], weights_R[tokens])[0])
-    torch.testing.assert_close(sum(parts), whole)
 
 
 def distill(**options: Any) -> Distill:
@@ -185,19 +152,3 @@ def test_the_rewards_part_is_grpos_and_log_ratios_are_bounded(ragged: Samples) -
 def test_without_rewards_every_transition_is_kept(ragged: Samples) -> None:
     kept = distill().keep(ragged, torch.zeros_like(ragged.behaviour_R))
     assert kept.tolist() == (ragged.sums(ragged.mask_R) > 0).tolist()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"teacher": ""},
-        {"teacher": "a/folder", "teacher_model": "name"},
-        {"teacher": "a/folder", "teacher_key_env": "KEY"},
-        {"teacher": "http://localhost:8000/v1"},
-        {"teacher": "a/folder", "reward_weight": -1},
-    ],
-)
-def test_settings_without_effect_and_missing_ones_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        DistillOptions(**settings)
