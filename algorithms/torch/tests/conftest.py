@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_tokenizers import make_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
 from agl_chat.backends import Generation, Request
 from agl_core.config.sections import OptimizerSection
-from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch
 from agl_torch import attention
@@ -68,6 +69,18 @@ def make_checkpoint(folder: Path, shape: Shape = Shape(), template: str | None =
     return folder
 
 
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def untrained(kind: str, **changes: Any) -> Any:
+    """A small model of any kind that transformers knows."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | changes))).eval()
+
+
 @dataclass(frozen=True)
 class Loaded(LoadedModel):
     """A loaded model as `load_model` gives it, made by hand."""
@@ -113,9 +126,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def load(model: Path, **settings: Any) -> LoadedModel:
+    """A model, loaded anew."""
+    return load_model(PolicySpec(str(model), **settings), CPU, seed=0)
+
+
 @pytest.fixture
 def loaded(checkpoint: Path) -> LoadedModel:
-    return load_model(PolicySpec(str(checkpoint)), torch.device("cpu"), seed=0)
+    return load(checkpoint)
 
 
 @pytest.fixture
@@ -154,24 +172,39 @@ def distributions(loaded: Loaded, generated: Generation, choice: int = 0) -> tor
     return torch.log_softmax(logits / (request.temperature or 1.0), -1)
 
 
+CPU = torch.device("cpu")
 LORA = {"rank": 4, "alpha": 8.0}
 
 
+def tokens_of(batch: Batch, i: int) -> torch.Tensor:
+    """Prompt and response of transition i."""
+    return torch.from_numpy(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64))
+
+
+def mask_of(batch: Batch, i: int) -> torch.Tensor:
+    return torch.from_numpy(batch.mask_R[batch.response_offsets[i] : batch.response_offsets[i + 1]])
+
+
+def plain_logits(model: Any, batch: Batch, i: int) -> torch.Tensor:
+    """[response, V] the oracle: one plain forward of transition i alone, at its temperature."""
+    logits = model(input_ids=tokens_of(batch, i)[None]).logits[0, int(batch.prompt_lengths_N[i]) - 1 : -1]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / float(batch.temperature_N[i])
+
+
 def plain_logprobs(model: Any, batch: Batch, i: int) -> torch.Tensor:
-    """[response] the oracle: one plain forward of transition i alone."""
-    ids = torch.from_numpy(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64))[None]
-    logits = model(input_ids=ids).logits[0]
-    logprobs = torch.log_softmax(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)) / float(batch.temperature_N[i]), -1
-    )
-    start = int(batch.prompt_lengths_N[i])
-    return logprobs[start - 1 : -1].gather(-1, ids[0, start:, None])[:, 0]
+    """[response] of its tokens."""
+    logprobs = torch.log_softmax(plain_logits(model, batch, i), -1)
+    return logprobs.gather(-1, tokens_of(batch, i)[-len(logprobs) :, None])[:, 0]
 
 
-def make_batch(
-    loaded: LoadedModel | None, *, groups: int = 2, members: int = 3, seed: int = 0, noise: float = 0.0
-) -> Batch:
-    """Ragged random transitions, 1 to 3 turns each; behaviour as the model computes it, plus noise."""
+@torch.no_grad()
+def all_logprobs(model: Any, batch: Batch) -> np.ndarray:
+    """[R] of every transition."""
+    return np.concatenate([plain_logprobs(model, batch, i).numpy() for i in range(len(batch))])
+
+
+def make_batch(loaded: LoadedModel | None, *, groups: int = 2, members: int = 3, seed: int = 0) -> Batch:
+    """Ragged random transitions, 1 to 3 turns each; behaviour as the model computes it."""
     rng = np.random.default_rng(seed)
     rows, masks, rollouts, turns = [], [], [], []
     for rollout in range(groups * members):
@@ -194,9 +227,7 @@ def make_batch(
     )
     if loaded is None:
         return batch
-    with torch.no_grad():
-        behaviour = np.concatenate([plain_logprobs(loaded.model, batch, i).numpy() for i in range(len(rows))])
-    behaviour = behaviour + noise * rng.standard_normal(len(behaviour))
+    behaviour = all_logprobs(loaded.model, batch)
     return replace(batch, behaviour_logprobs_R=behaviour.astype(np.float32))
 
 
@@ -216,18 +247,22 @@ def grpo(**options: Any) -> Grpo:
     return Grpo(GrpoOptions(**({"beta": 0.0} | options)))
 
 
-def start_policies(**policies: PolicySpec) -> Policies:
+def start_policies(options: Mapping[str, Any] = MappingProxyType({}), /, **policies: PolicySpec) -> Policies:
     """A policy that names no algorithm has GRPO without a reference."""
     plain = {"algorithm": "grpo", "algorithm_options": {"beta": 0.0}}
     specs = {name: spec if spec.algorithm else replace(spec, **plain) for name, spec in policies.items()}
     context = EngineContext(Path("run"), 0, specs, False, (), "key")
-    return Policies(TorchOptions(cache_mib=16, device="cpu"), context)
+    return Policies(TorchOptions(**({"cache_mib": 16, "device": "cpu"} | options)), context)
+
+
+def update(policies: Policies, name: str = "default", seed: int = 0) -> UpdateResult:
+    return policies.update(name, make_batch(None, seed=seed), lambda _: None)
 
 
 def saved(folder: Path, policy: PolicySpec, updates: int = 1) -> tuple[LoadedModel, Path]:
     """A policy after some updates, and the folder with its weights."""
     policies = start_policies(default=policy)
     for seed in range(updates):
-        policies.update("default", make_batch(None, seed=seed), lambda _: None)
+        update(policies, seed=seed)
     policies.save(folder)
     return policies.policies["default"].loaded, folder / "default" / "model"

@@ -1,4 +1,4 @@
-"""The whole engine: a real process, the openai client, a real update."""
+"""The whole engine: a real process, asked over HTTP, and its updates."""
 
 from __future__ import annotations
 
@@ -16,107 +16,69 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import pytest_asyncio
-import torch
 
 from agl_core.capture.requests import HEADER_POLICY
 from agl_core.errors import EngineError
-from agl_core.protocols import EngineContext, PolicySpec, Upstream
+from agl_core.protocols import PolicySpec
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, Row, batch_of, engine_context
-from agl_core.types import Batch
 from agl_torch.loading import load_model
 from agl_torch.plugin import TorchEngine, TorchOptions
 
-from .conftest import LORA, Shape, make_batch, make_checkpoint, plain_logprobs, saved
+from .conftest import CPU, LORA, all_logprobs, make_batch, saved
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 OPTIMIZER = {"learning_rate": 1e-2}
-SMALL = {"threads": 1, "cache_mib": 16}
-
-
-def context(tmp_path: Path, checkpoint: Path, **changes: Any) -> EngineContext:
-    fields: dict[str, Any] = {
-        "run_dir": tmp_path / "run",
-        "seed": 3,
-        "policies": {"default": PolicySpec(str(checkpoint), optimizer=OPTIMIZER)},
-        "deterministic": False,
-        "plugin_files": (),
-        "api_key": "sk-test",
-    }
-    return EngineContext(**(fields | changes))
 
 
 @asynccontextmanager
-async def running(where: EngineContext, **options: Any) -> AsyncIterator[tuple[TorchEngine, Upstream]]:
-    engine = TorchEngine(TorchOptions(**(SMALL | options)), where)
+async def running(folder: Path, model: Path, has_policy: bool = True, **changes: Any) -> AsyncIterator[EngineCase]:
+    """The engine with the suite's policy, or with none."""
+    context = engine_context(folder, str(model), optimizer=OPTIMIZER, **changes)
+    context = context if has_policy else replace(context, policies={})
+    engine = TorchEngine(TorchOptions(threads=1, cache_mib=16), context)
     try:
-        yield engine, await engine.start()
+        yield EngineCase(engine, await engine.start(), context, folder)
     finally:
         await engine.stop()
 
 
-async def chat(upstream: Upstream, question: str, model: str = "default", **more: Any) -> Any:
-    async with openai.AsyncOpenAI(base_url=upstream.urls[0], api_key=upstream.api_key) as client:
-        return await client.chat.completions.create(
-            model=upstream.models[model],
-            messages=[{"role": "user", "content": question}],
-            max_tokens=20,
-            logprobs=True,
-            extra_body={"return_token_ids": True},
-            **more,
-        )
-
-
-async def sampled(upstream: Upstream, values: list[float]) -> Batch:
-    """Replies to questions, of which two are one, at a temperature of 0.7."""
-    questions = ["What is 12 plus 345?", "Tom", "Tom", "Grüße, 世界! What is 1234567890 minus 1?"]
-    replies = await asyncio.gather(*(chat(upstream, q, temperature=0.7, seed=i) for i, q in enumerate(questions)))
-    rows = [Row.of_reply(reply.model_dump(), value) for reply, value in zip(replies, values, strict=True)]
-    return batch_of(rows, temperature=0.7)
+def of_policy(case: EngineCase, name: str, spec: PolicySpec) -> EngineCase:
+    """One of several policies."""
+    return replace(
+        case,
+        upstream=replace(case.upstream, models={name: name}),
+        context=replace(case.context, policies={name: spec}),
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def case(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> AsyncIterator[EngineCase]:
     """One engine for all that leave it usable; starting one takes seconds."""
-    folder = tmp_path_factory.mktemp("case")
-    where = engine_context(folder, str(checkpoint), optimizer=OPTIMIZER)
-    async with running(where) as (engine, upstream):
-        yield EngineCase(engine, upstream, where, folder)
+    async with running(tmp_path_factory.mktemp("case"), checkpoint) as running_case:
+        yield running_case
 
 
 @in_one_loop
-async def test_sample_train_sample(case: EngineCase) -> None:
-    engine, upstream = case.engine, case.upstream
-    assert upstream.context_length == 256
-    stats_before = await engine.stats()
-    batch = await sampled(upstream, [1.0, 0.0, 0.5, 0.0])
-    result = await engine.update("default", batch)
-
-    assert result.metrics["logprob_gap_max"] <= 1e-4
-    assert result.weight_N.sum() == pytest.approx(1.0, abs=1e-6)
-
-    # The new weights are served, and the trainer agrees with the sampler about them too.
-    second = await sampled(upstream, [0.0, 1.0, 0.0, 0.0])
-    assert not np.array_equal(second.behaviour_logprobs_R, batch.behaviour_logprobs_R)
-    result = await engine.update("default", second)
-    assert result.metrics["logprob_gap_max"] <= 1e-4
-
-    # Replies are as probable as recorded under the weights that sampled them, and not under later ones.
-    third = await sampled(upstream, [0.0, 1.0, 0.0, 0.0])
-    assert (await engine.logprobs("default", third)).logprobs_R == pytest.approx(third.behaviour_logprobs_R, abs=1e-4)
-    assert np.abs((await engine.logprobs("default", batch)).logprobs_R - batch.behaviour_logprobs_R).max() > 1e-3
+async def test_replies_are_as_probable_as_recorded_under_the_weights_that_sampled_them(case: EngineCase) -> None:
+    engine, before = case.engine, await case.engine.stats()
+    assert case.upstream.context_length == 256
+    old = await case.sampled()
+    await case.update(old)
+    new = await case.sampled()
+    assert (await engine.logprobs("default", new)).logprobs_R == pytest.approx(new.behaviour_logprobs_R, abs=1e-4)
+    assert np.abs((await engine.logprobs("default", old)).logprobs_R - old.behaviour_logprobs_R).max() > 1e-3
     with pytest.raises(EngineError, match="no policy 'calc'"):
-        await engine.logprobs("calc", batch)
+        await engine.logprobs("calc", old)
+    assert (await case.update(old)).metrics["logprob_gap_max"] > 1e-3
 
-    # An old batch is off-policy by now.
-    stale = await engine.update("default", batch)
-    assert stale.metrics["logprob_gap_max"] > 1e-3
     stats = await engine.stats()
-    tokens = {name: value - stats_before[name] for name, value in stats.items() if name.startswith("tokens_")}
-    assert tokens["tokens_decoded"] == sum(b.mask_R.size for b in (batch, second, third))
-    assert tokens["tokens_prefilled"] + tokens["tokens_reused"] == 3 * batch.prompt_lengths_N.sum()
+    tokens = {name: value - before[name] for name, value in stats.items() if name.startswith("tokens_")}
+    assert tokens["tokens_decoded"] == old.mask_R.size + new.mask_R.size
+    assert (
+        tokens["tokens_prefilled"] + tokens["tokens_reused"] == old.prompt_lengths_N.sum() + new.prompt_lengths_N.sum()
+    )
     assert 2**26 < stats["peak_rss_bytes"] < 2**30
 
 
@@ -151,35 +113,15 @@ async def test_the_engine_keeps_the_contract(case: EngineCase, check: EngineChec
     await check(case)
 
 
-async def test_several_policies_are_separate_and_a_dead_engine_is_an_error(tmp_path: Path, checkpoint: Path) -> None:
-    llama = make_checkpoint(tmp_path / "llama", Shape("llama", tied=False, eos=("<|eot_id|>",)))
-    policies = {
-        "writer": PolicySpec(str(checkpoint), optimizer=OPTIMIZER, lora=LORA, algorithm_options={"beta": 0.1}),
-        "critic": PolicySpec(str(llama), optimizer=OPTIMIZER, dtype="bfloat16", algorithm_options={"epochs": 100}),
-    }
-    policies = {name: replace(spec, algorithm="grpo") for name, spec in policies.items()}
-    async with running(context(tmp_path, checkpoint, policies=policies)) as (engine, upstream):
-        assert dict(upstream.models) == {"writer": "writer", "critic": "critic"}
-        before = [await chat(upstream, "Tom", model, seed=1, temperature=1.0) for model in ("writer", "critic")]
-        await engine.update("writer", make_batch(None))
-        assert (await engine.update("writer", make_batch(None))).metrics["kl_reference"] > 1e-6
-        assert await engine.versions() == {"writer": 2, "critic": 0}
-        after = [await chat(upstream, "Tom", model, seed=1, temperature=1.0) for model in ("writer", "critic")]
-        assert before[0].choices[0].logprobs != after[0].choices[0].logprobs
-        assert before[1].choices[0].logprobs == after[1].choices[0].logprobs
-        with pytest.raises(EngineError, match="Did you mean 'writer'"):
-            await engine.update("writr", make_batch(None))
-        await check_that_a_dead_process_is_an_error(engine, "critic")
-
-
-async def check_that_a_dead_process_is_an_error(engine: TorchEngine, policy: str) -> None:
-    assert engine.pid is not None
-    started = asyncio.Event()
-    update = asyncio.ensure_future(engine.update(policy, make_batch(None), lambda _: started.set()))
-    await asyncio.wait_for(started.wait(), 60)
-    os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"lost during 'update'.*exit code -9.*cache_mib.*last checkpoint"):
-        await asyncio.wait_for(update, 60)
+async def test_a_dead_engine_is_an_error(tmp_path: Path, checkpoint: Path) -> None:
+    async with running(tmp_path, checkpoint, algorithm_options={"rounds": 100}) as case:
+        engine: Any = case.engine
+        started = asyncio.Event()
+        update = asyncio.ensure_future(engine.update("default", make_batch(None), lambda _: started.set()))
+        await asyncio.wait_for(started.wait(), 60)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"lost during 'update'.*exit code -9.*cache_mib.*last checkpoint"):
+            await asyncio.wait_for(update, 60)
 
 
 async def test_versions_come_and_go_and_each_answers_by_its_own_weights(tmp_path: Path, checkpoint: Path) -> None:
@@ -192,20 +134,18 @@ async def test_versions_come_and_go_and_each_answers_by_its_own_weights(tmp_path
         "full@1": PolicySpec(str(full)),
         "run@0": PolicySpec(str(checkpoint)),
     }
-    async with running(context(tmp_path, checkpoint, policies={})) as (engine, upstream):
-        assert (dict(upstream.models), upstream.context_length) == ({}, None)
-        upstream = replace(upstream, models={name: name for name in specs})
+    async with running(tmp_path, checkpoint, has_policy=False) as case:
+        engine: Any = case.engine
+        assert (dict(case.upstream.models), case.upstream.context_length) == ({}, None)
 
         async def ask(name: str) -> Row:
-            return Row.of_reply((await chat(upstream, "Tom has 5 apples", name, seed=1)).model_dump(), 0.0)
+            return Row.of_reply((await of_policy(case, name, specs[name]).ask("Tom has 5 apples")).json(), 0.0)
 
         for name, spec in specs.items():
             await engine.load_policy(name, spec)
         answers = dict(zip(specs, await asyncio.gather(*map(ask, specs)), strict=True))
         for name, row in answers.items():
-            model = load_model(specs[name], torch.device("cpu"), 0).model
-            with torch.no_grad():
-                expected = plain_logprobs(model, batch_of([row]), 0)
+            expected = all_logprobs(load_model(specs[name], CPU, 0).model, batch_of([row]))
             np.testing.assert_allclose(row.logprobs, expected, atol=1e-4)
         assert len({tuple(row.logprobs) for row in answers.values()}) == len(specs)
 
@@ -213,8 +153,7 @@ async def test_versions_come_and_go_and_each_answers_by_its_own_weights(tmp_path
         await asyncio.sleep(0)
         await engine.unload_policy("run@1")
         await asyncio.gather(*requests)
-        with pytest.raises(openai.NotFoundError, match="no model 'run@1'"):
-            await ask("run@1")
+        assert (await of_policy(case, "run@1", specs["run@1"]).ask()).status_code == 404
         await engine.load_policy("run@1", specs["run@1"])
         assert (await ask("run@1")).logprobs == pytest.approx(answers["run@1"].logprobs, abs=1e-4)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import jsonschema
 import numpy as np
 import openai
@@ -18,6 +19,7 @@ import torch
 from tiny_tokenizers import make_tokenizer
 from torch import Tensor
 
+from agl_chat.api import ModelServer, create_app
 from agl_chat.backends import Generation, Request
 from agl_chat.conversation import ChatText
 from agl_core.learning.transitions import grammar_of
@@ -25,10 +27,10 @@ from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch, FinishReason
 from agl_torch.batching import Limits, micro_batches, score
 from agl_torch.loading import LoadedModel
+from agl_torch.loop import EngineLoop
 from agl_torch.sampler import Sampler
 
 from .conftest import Loaded, distributions, drive, grpo, random_ids, trainer_of
-from .test_serving import USER, serving
 
 SCHEMA = {
     "type": "object",
@@ -60,9 +62,7 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
 }  # fmt: skip
 
 
-def sample(
-    loaded: Loaded, fields: dict[str, Any], *, n: int = 6, temperature: float = 0.7, free: int = 2
-) -> Generation:
+def sample(loaded: Loaded, fields: dict[str, Any], *, n: int = 6, temperature: float = 0.7, free: int = 2) -> Generation:
     """Replies of a form, sampled together with `free` ones."""
     prompt = random_ids(loaded, 20, 0)
     formed = Request("formed", prompt, 200, n, temperature, seed=3, grammar=grammar_of(fields))
@@ -279,9 +279,14 @@ class Sum(pydantic.BaseModel):
 
 
 async def test_clients_that_ask_for_a_form_get_it(qwen: Loaded) -> None:
-    async with serving(qwen) as (url, _):
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
-        more: Any = {"model": "policy", "messages": [USER]}
+    loop = EngineLoop({"m": Sampler(qwen)}, pytest.fail)
+    loop.start()
+    served = ModelServer("m", ChatText(qwen.tokenizer, qwen.eos_ids), qwen.context_length)
+    transport = httpx.ASGITransport(create_app({"m": served}, loop, api_key="key"))
+    async with openai.AsyncOpenAI(
+        base_url="http://engine/v1", api_key="key", http_client=httpx.AsyncClient(transport=transport)
+    ) as client:
+        more: Any = {"model": "m", "messages": [{"role": "user", "content": "What is 12 plus 30?"}]}
         parsed = await client.chat.completions.parse(
             **more, response_format=Sum, seed=1, extra_body={"return_token_ids": True}
         )

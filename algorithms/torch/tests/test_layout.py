@@ -20,9 +20,8 @@ from agl_torch import batching
 from agl_torch.batching import Limits, MicroBatch, micro_batches, score
 from agl_torch.loading import LoadedModel
 
-from .conftest import make_batch, plain_logprobs
+from .conftest import CPU, make_batch, plain_logits, plain_logprobs, tokens_of
 
-CPU = torch.device("cpu")
 WIDE = Limits(tokens=10_000, vocabulary=320, hidden_size=10_000)
 """Nothing but shared prefixes decides about the layout."""
 
@@ -58,10 +57,6 @@ def batch_at(pairs: list[tuple[list[int], list[int]]], rng: np.random.Generator)
     return replace(batch, temperature_N=rng.choice([0.7, 1.0, 1.3], len(pairs)).astype(np.float32))
 
 
-def sequence(batch: Batch, i: int) -> tuple[int, ...]:
-    return tuple(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].tolist())
-
-
 def computed(micro: MicroBatch) -> int:
     """The tokens of a pass that are no pads: no batch here has the id 0."""
     return int(micro.input_ids.count_nonzero())
@@ -94,7 +89,7 @@ def test_every_transition_is_in_one_pass_within_the_limits(seed: int, budget: in
 def test_a_shared_prefix_is_computed_once(seed: int, alphabet: int) -> None:
     batch = make_shared(seed, groups=1, alphabet=alphabet)
     [micro] = laid_out(batch)
-    sequences = [sequence(batch, i) for i in range(len(batch))]
+    sequences = [tuple(tokens_of(batch, i).tolist()) for i in range(len(batch))]
     prefixes = {s[:end] for s in sequences for end in range(1, len(s) + 1)}
     assert computed(micro) == len(prefixes)
 
@@ -184,9 +179,7 @@ def test_the_most_likely_tokens_are_those_of_a_plain_forward(in_float64: LoadedM
     batch = make_batch(None)
 
     def most_likely(i: int) -> torch.Tensor:
-        """[response] the token with the largest logit at each place of a response."""
-        ids = torch.from_numpy(batch.tokens_T[batch.offsets[i] : batch.offsets[i + 1]].astype(np.int64))[None]
-        return in_float64.model(input_ids=ids).logits[0, int(batch.prompt_lengths_N[i]) - 1 : -1].argmax(-1)
+        return plain_logits(in_float64.model, batch, i).argmax(-1)
 
     with torch.no_grad():
         for i in range(0, len(batch), 2):  # Tokens of a random batch are hardly ever the most likely ones.
@@ -194,20 +187,9 @@ def test_the_most_likely_tokens_are_those_of_a_plain_forward(in_float64: LoadedM
         for micro in laid_out(batch):
             is_top = score(in_float64.model, micro).is_top_R
             for local, i in enumerate(micro.transitions_n.tolist()):
-                response = batch.tokens_T[batch.offsets[i] + batch.prompt_lengths_N[i] : batch.offsets[i + 1]]
-                expected = most_likely(i) == torch.from_numpy(response)
+                expected = most_likely(i) == tokens_of(batch, i)[int(batch.prompt_lengths_N[i]) :]
                 assert expected[0] or i % 2
                 assert of_transitions(batch, micro, is_top)[local].tolist() == expected.tolist()
-
-
-def test_entropy_of_a_uniform_distribution(in_float64: LoadedModel) -> None:
-    in_float64.model.get_output_embeddings().weight.data.zero_()
-    for micro in laid_out(make_shared(0)):
-        with torch.no_grad():
-            logprobs, entropy, is_top = score(in_float64.model, micro)
-        assert is_top.all()
-        torch.testing.assert_close(entropy, torch.full_like(entropy, np.log(320)))
-        torch.testing.assert_close(logprobs, torch.full_like(logprobs, -np.log(320)))
 
 
 @pytest.mark.parametrize("constrained", [False, True])

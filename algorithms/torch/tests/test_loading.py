@@ -17,55 +17,31 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from tiny_tokenizers import TEXTS
 from tokenizers import Tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    JambaConfig,
-    JambaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from agl_chat.backends import Request
 from agl_core.errors import CheckpointError, EngineError
 from agl_core.protocols import PolicySpec
-from agl_torch.loading import LoadedModel, fingerprint, load_model
+from agl_torch.loading import LoadedModel, fingerprint
 from agl_torch.process import Policies
 from agl_torch.sampler import Sampler
 
 from .conftest import (
     LORA,
+    SMALL,
     Loaded,
     Shape,
+    all_logprobs,
+    load,
     make_batch,
     make_checkpoint,
-    plain_logprobs,
     saved,
     start_policies,
     trainer_of,
+    untrained,
+    update,
     weights_of,
 )
-
-CPU = torch.device("cpu")
-
-
-def load(folder: Path, **settings: object) -> LoadedModel:
-    return load_model(PolicySpec(str(folder), **settings), CPU, seed=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -94,15 +70,10 @@ def test_checkpoint_formats(tmp_path: Path, architecture: str, tied: bool, shard
 def test_positions_that_depend_on_the_length_end_the_context_where_they_change(tmp_path: Path) -> None:
     """With LongRoPE, the longest row of a pass decides about the frequencies of all."""
     folder = make_checkpoint(tmp_path / "model")
-    config = Phi3Config(
-        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=256, original_max_position_embeddings=32, initializer_range=0.15, pad_token_id=0,
-        bos_token_id=1, eos_token_id=1,
-        rope_parameters={
-            "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8
-        },
-    )  # fmt: skip
-    Phi3ForCausalLM(config).save_pretrained(folder)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    shape = {"vocab_size": 320, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    changes = {"original_max_position_embeddings": 32, "initializer_range": 0.15, "rope_parameters": rope}
+    untrained("phi3", **shape, **changes).save_pretrained(folder)
     loaded = load(folder)
     sampler = Sampler(loaded)
     for length in (5, 20, 30):
@@ -173,7 +144,7 @@ def test_lora_targets_that_do_not_exist_are_named(checkpoint: Path) -> None:
 def test_what_is_no_model_is_an_error_with_what_to_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(EngineError, match=r"cannot be loaded: .* Give the folder of a causal LM"):
-        load_model(PolicySpec(name), CPU, seed=0)
+        load(name)
 
 
 class TestErrors:
@@ -200,18 +171,8 @@ class TestErrors:
             load(folder)
 
 
-SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+LOCAL = {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 16}
 MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
-
-
-LOCAL = GPTNeoConfig(
-    vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
-    window_size=16, max_position_embeddings=64, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
 
 
 class Deaf(LlamaForCausalLM):
@@ -221,55 +182,55 @@ class Deaf(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-GEMMA = SMALL | {"sliding_window": 16, "head_dim": 8}
-GEMMA_4 = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "hidden_size_per_layer_input": 0,
-    "global_head_dim": 8,
-}
+GEMMA = {"sliding_window": 16, "head_dim": 8}
+GEMMA_4 = {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0}
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("kind", "changes"),
     [
-        MistralForCausalLM(MistralConfig(**SMALL, sliding_window=16)),
-        Gemma4ForCausalLM(Gemma4TextConfig(**GEMMA, **GEMMA_4, num_kv_shared_layers=0)),
+        ("mistral", {"sliding_window": 16}),
+        ("gemma4_text", {**GEMMA, **GEMMA_4, "global_head_dim": 8, "num_kv_shared_layers": 0}),
     ],
-    ids=lambda model: type(model).__name__,
 )
-def test_a_model_with_a_short_window_is_refused(qwen: Loaded, model) -> None:
+def test_a_model_with_a_short_window_is_refused(qwen: Loaded, kind: str, changes: dict[str, Any]) -> None:
+    model = untrained(kind, **changes)
     with pytest.raises(EngineError, match=r"sliding window of 16.*engine\.torch\.max_context to at most 16"):
-        Sampler(replace(qwen, model=model.eval(), context_length=64))
+        Sampler(replace(qwen, model=model, context_length=64))
     Sampler(replace(qwen, model=model, context_length=16))
 
 
 def test_scores_are_capped_in_serving_and_training(checkpoint: Path, tmp_path: Path) -> None:
     """As Gemma 2 caps them, which torch's own attention does not."""
     shutil.copytree(checkpoint, tmp_path / "m")
-    config = GEMMA | {"vocab_size": 320, "attn_logit_softcapping": 0.5, "sliding_window": 64}
-    Gemma2ForCausalLM(Gemma2Config(**config)).save_pretrained(tmp_path / "m")
+    changes = GEMMA | {"vocab_size": 320, "attn_logit_softcapping": 0.5, "sliding_window": 64}
+    untrained("gemma2", **changes).save_pretrained(tmp_path / "m")
     loaded, batch = load(tmp_path / "m"), make_batch(None)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="eager")
-    expected = np.concatenate([plain_logprobs(plain, batch, i).detach().numpy() for i in range(len(batch))])
-    np.testing.assert_allclose(trainer_of(loaded).logprobs(batch).logprobs_R, expected, atol=1e-5)
+    np.testing.assert_allclose(trainer_of(loaded).logprobs(batch).logprobs_R, all_logprobs(plain, batch), atol=1e-5)
     Sampler(loaded)
 
 
+CACHE, WINDOWS = "does not run with the sampler's cache and mask", "only full attention"
+
+
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("kind", "changes", "reason"),
     [
-        (FalconForCausalLM(FalconConfig(**SMALL, alibi=True)), "does not run with the sampler's cache and mask"),
-        (BloomForCausalLM(BloomConfig(**SMALL)), "does not run with the sampler's cache and mask"),
-        (FalconH1ForCausalLM(FalconH1Config(**SMALL, **MAMBA)), "only full attention"),
-        (JambaForCausalLM(JambaConfig(**SMALL, num_experts=2, use_mamba_kernels=False)), "only full attention"),
-        (GPTNeoForCausalLM(LOCAL), "from that of the model's own forward pass"),
-        (Deaf(LlamaConfig(**SMALL)), "from that of the model's own forward pass"),
+        ("falcon", {"alibi": True}, CACHE),
+        ("bloom", {}, CACHE),
+        ("falcon_h1", MAMBA, WINDOWS),
+        ("jamba", {"num_experts": 2, "use_mamba_kernels": False}, WINDOWS),
+        ("gpt_neo", LOCAL, "from that of the model's own forward pass"),
+        ("deaf", {}, "from that of the model's own forward pass"),
     ],
-    ids=lambda value: type(value).__name__,
 )
-def test_a_model_that_cannot_be_sampled_exactly_is_refused_at_the_start(qwen: Loaded, model, reason: str) -> None:
+def test_a_model_that_cannot_be_sampled_exactly_is_refused_at_the_start(
+    qwen: Loaded, kind: str, changes: dict[str, Any], reason: str
+) -> None:
+    model = Deaf(LlamaConfig(**SMALL)).eval() if kind == "deaf" else untrained(kind, **changes)
     with pytest.raises(EngineError, match=reason):
-        Sampler(replace(qwen, model=model.eval(), context_length=64))
+        Sampler(replace(qwen, model=model, context_length=64))
 
 
 ADAM = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 5}
@@ -294,7 +255,7 @@ def train(policies: Policies, seed: int) -> list[dict[str, float]]:
     """One update of each policy; its metrics without seconds."""
     steps = []
     for name in policies.policies:
-        metrics = policies.update(name, make_batch(None, seed=seed), lambda _: None).metrics
+        metrics = update(policies, name, seed).metrics
         steps.append({key: value for key, value in metrics.items() if "seconds" not in key})
     return steps
 
@@ -337,7 +298,7 @@ def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path, shape: Shape) -> N
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(AutoModelForCausalLM.from_pretrained(folder)(ids).logits, loaded.model(ids).logits)
     # And a policy to start from, that encodes as the first one did.
-    again = load_model(PolicySpec(str(folder)), CPU, seed=0)
+    again = load(folder)
     assert again.eos_ids == loaded.eos_ids
     messages = [{"role": "user", "content": text} for text in TEXTS]
     one, other = (
@@ -384,13 +345,12 @@ def test_adapters_know_the_weights_they_belong_to(checkpoint: Path, tmp_path: Pa
     _, adapter = saved(tmp_path / "adapter", spec(checkpoint, lora=LORA))
     _, full = saved(tmp_path / "full", spec(checkpoint))
     of_base = [{}, {"lora": LORA}, {"adapter": str(adapter)}, {"dtype": "bfloat16"}]
-    prints = {fingerprint(load_model(PolicySpec(str(checkpoint), **more), CPU, 0).model) for more in of_base}
+    prints = {fingerprint(load(checkpoint, **more).model) for more in of_base}
     assert len(prints) == 1, "of the weights below an adapter alone, in any dtype"
-    assert fingerprint(load_model(PolicySpec(str(full)), CPU, 0).model) not in prints
+    assert fingerprint(load(full).model) not in prints
 
-    other = PolicySpec(str(full), adapter=str(adapter), name="full")
     with pytest.raises(EngineError, match=r"trained on other weights than those of 'full'.*fingerprints differ"):
-        load_model(other, CPU, 0)
+        load(full, adapter=str(adapter), name="full")
     with pytest.raises(CheckpointError, match="was trained on other weights"):
         start_policies(default=PolicySpec(str(full), lora=LORA)).load(tmp_path / "adapter")
 

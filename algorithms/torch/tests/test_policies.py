@@ -13,45 +13,34 @@ from transformers import AutoModelForCausalLM
 from agl_chat.backends import Request
 from agl_core.config.sections import LARGEST
 from agl_core.errors import EngineError
-from agl_core.protocols import EngineContext, PolicySpec
+from agl_core.protocols import PolicySpec
 from agl_torch.batching import ACTIVATIONS_ON_CPU, TOKENS_ON_CPU, activation_bytes, recompute_layers, tokens_per_pass
 from agl_torch.loading import LoadedModel
-from agl_torch.plugin import TorchOptions
 from agl_torch.process import Policies, Policy
 
-from .conftest import LORA, Shape, make_batch, make_checkpoint, weights_of
+from .conftest import CPU, LORA, Shape, load, make_checkpoint, start_policies, update, weights_of
 
 ADAM = {"learning_rate": 1e-2, "weight_decay": 0.1}
 GRPO: dict[str, Any] = {"algorithm": "grpo", "algorithm_options": {"beta": 0.1}}
 
 
-def load(policies: dict[str, PolicySpec], **options: Any) -> Policies:
-    context = EngineContext(Path("run"), 0, policies, False, (), "key")
-    return Policies(TorchOptions(**({"cache_mib": 16, "device": "cpu"} | options)), context)
-
-
-def load_one(checkpoint: Path, **options: Any) -> Policies:
-    spec = PolicySpec(str(checkpoint), algorithm="grpo", algorithm_options={"beta": 0.0})
-    return load({"default": spec}, **options)
-
-
-def update(policies: Policies, name: str = "default", seed: int = 0) -> None:
-    policies.update(name, make_batch(None, seed=seed), lambda _: None)
+def start_one(checkpoint: Path, **options: Any) -> tuple[Policies, Policy]:
+    policies = start_policies(options, default=PolicySpec(str(checkpoint)))
+    return policies, policies.policies["default"]
 
 
 def test_a_tiny_model_samples_on_one_thread_and_trains_on_all(checkpoint: Path) -> None:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        policies = load_one(checkpoint)
+        policies, policy = start_one(checkpoint)
         assert torch.get_num_threads() == 1
         seen: set[int] = set()
-        model = policies.policies["default"].loaded.model
-        model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
+        policy.loaded.model.register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
         update(policies)
         assert seen == {3}
         assert torch.get_num_threads() == 1
-        load_one(checkpoint, threads=2)
+        start_one(checkpoint, threads=2)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -59,8 +48,7 @@ def test_a_tiny_model_samples_on_one_thread_and_trains_on_all(checkpoint: Path) 
 
 def test_a_pass_has_as_many_tokens_as_its_memory_allows(tmp_path: Path) -> None:
     """Checked against what torch itself keeps: the bytes that a backward pass frees."""
-    model: Any = load_one(make_checkpoint(tmp_path / "four", Shape(layers=4))).policies["default"].loaded.model
-    device = torch.device("cpu")
+    model, device = load(make_checkpoint(tmp_path / "four", Shape(layers=4))).model, CPU
     ids = torch.randint(3, 300, (4, 64))
 
     def kept() -> int:
@@ -82,14 +70,14 @@ def test_a_cache_that_holds_no_reply_is_refused_by_the_names_of_its_settings(tmp
     # 8 layers of 256 tokens of 2 x 128 floats: 2 MB for one reply.
     wide = make_checkpoint(tmp_path / "wide", Shape(layers=8, hidden=256))
     with pytest.raises(EngineError, match=r"engine\.torch\.cache_mib, or lower engine\.torch\.max_context"):
-        load_one(wide, cache_mib=1)
+        start_one(wide, cache_mib=1)
 
 
 def test_an_update_has_the_memory_of_the_cache(checkpoint: Path) -> None:
-    policies = load_one(checkpoint)
-    sampler = policies.policies["default"].sampler
+    policies, policy = start_one(checkpoint)
+    sampler = policy.sampler
     held = {sampler.cache_nbytes}
-    policies.policies["default"].loaded.model.register_forward_pre_hook(lambda *_: held.add(sampler.cache_nbytes))
+    policy.loaded.model.register_forward_pre_hook(lambda *_: held.add(sampler.cache_nbytes))
     update(policies)
     assert 0 in held
     assert sampler.cache_nbytes == max(held) > 0
@@ -99,8 +87,7 @@ def test_an_update_has_the_memory_of_the_cache(checkpoint: Path) -> None:
 
 
 def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policies = load_one(checkpoint)
-    policy = policies.policies["default"]
+    policies, policy = start_one(checkpoint)
     before = weights_of(policy.loaded.model)
     step = policy.trainer.optimizer.step
 
@@ -120,7 +107,7 @@ def test_a_failed_update_that_moved_weights_makes_a_version(checkpoint: Path, mo
 def test_a_step_size_that_is_left_out_follows_from_the_model(
     checkpoint: Path, lora: dict[str, Any] | None, times: int
 ) -> None:
-    trainer = load({"default": PolicySpec(str(checkpoint), lora=lora)}).policies["default"].trainer
+    trainer = start_policies(default=PolicySpec(str(checkpoint), lora=lora)).policies["default"].trainer
     assert trainer.optimizer.learning_rate == pytest.approx(times * LARGEST)  # a toy's is the largest there is
 
 
@@ -157,7 +144,7 @@ def test_adapters_on_one_base_share_its_tensors_and_nothing_else_their_critics_t
         "writer": PolicySpec(str(checkpoint), optimizer=ADAM, lora=LORA, algorithm="ppo"),
         "critic": PolicySpec(str(checkpoint), optimizer=ADAM, lora=LORA | {"rank": 2}, **GRPO),
     }
-    policies = load(specs)
+    policies = start_policies(**specs)
     writer, critic = (policies.policies[name].loaded for name in specs)
     assert len(base_tensors(writer)) > 20
     assert base_tensors(writer) == base_tensors(critic)
@@ -180,7 +167,7 @@ def test_a_policy_that_is_not_updated_stays_bit_identical_with_adam_and_weight_d
     checkpoint: Path, kind: dict[str, Any]
 ) -> None:
     spec = PolicySpec(str(checkpoint), optimizer=ADAM, **GRPO, **kind)
-    policies = load({"writer": spec, "critic": spec})
+    policies = start_policies(writer=spec, critic=spec)
     for name in ("writer", "critic"):
         update(policies, name)  # From now on both have momentum, which would move them without a gradient.
     before = {name: weights_of(policy.loaded.model) for name, policy in policies.policies.items()}

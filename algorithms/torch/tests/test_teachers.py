@@ -21,31 +21,29 @@ from agl_core.protocols import PolicySpec
 from agl_core.testing.engines import Row, batch_of
 from agl_core.testing.scripts import Fail, Raw, Received, Step
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import Batch, DropReason
-from agl_torch.loading import Bases, LoadedModel, load_model
+from agl_core.types import DropReason
+from agl_torch.loading import Bases, LoadedModel
 from agl_torch.teachers import ServedTeacher, load_teacher
 
-from .conftest import Shape, make_batch, make_checkpoint, plain_logprobs, saved, start_policies, trainer_of
-
-CPU = torch.device("cpu")
+from .conftest import (
+    Shape,
+    all_logprobs,
+    load,
+    make_batch,
+    make_checkpoint,
+    saved,
+    start_policies,
+    trainer_of,
+    update,
+    weights_of,
+)
 
 
 @pytest.fixture(scope="module")
 def moved(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint after some training."""
-    return saved(tmp_path_factory.mktemp("teacher"), PolicySpec(str(checkpoint), optimizer={"learning_rate": 0.01}), 3)[
-        1
-    ]
-
-
-def loaded_from(folder: Path) -> LoadedModel:
-    return load_model(PolicySpec(str(folder)), CPU, seed=0)
-
-
-def plain(loaded: LoadedModel, batch: Batch) -> np.ndarray:
-    """[R] the oracle: a plain forward of each transition."""
-    with torch.no_grad():
-        return np.concatenate([plain_logprobs(loaded.model, batch, i).numpy() for i in range(len(batch))])
+    policy = PolicySpec(str(checkpoint), optimizer={"learning_rate": 0.01})
+    return saved(tmp_path_factory.mktemp("teacher"), policy, updates=3)[1]
 
 
 class Server(ScriptedUpstream):
@@ -81,8 +79,8 @@ class Server(ScriptedUpstream):
 def test_a_loaded_teacher_scores_at_the_temperature_of_each_transition(loaded: LoadedModel, moved: Path) -> None:
     batch = make_batch(loaded)
     teacher = load_teacher(Teacher(str(moved)), PolicySpec("unused", lora={"rank": 4}), loaded, Bases())
-    expected = plain(loaded_from(moved), batch) - plain(loaded, batch)
-    before = {name: tensor.clone() for name, tensor in teacher.model.state_dict().items()}
+    expected = all_logprobs(load(moved).model, batch) - all_logprobs(loaded.model, batch)
+    before = weights_of(teacher.model)
     trainer = trainer_of(loaded)
     algorithm = Distill(DistillOptions(teacher=str(moved)))
     result = trainer.update(batch, algorithm, None, teacher)
@@ -96,16 +94,11 @@ def test_a_loaded_teacher_scores_at_the_temperature_of_each_transition(loaded: L
 
 
 def test_the_engine_loads_the_teacher_of_a_policy_before_the_first_update(checkpoint: Path, moved: Path) -> None:
-    chosen = {"teacher": str(moved), "reward_weight": 0.5}
-    policies = start_policies(default=PolicySpec(str(checkpoint), algorithm="distill", algorithm_options=chosen))
-    batch = make_batch(None)
-    with torch.no_grad():
-        metrics = policies.update("default", batch, lambda _: None).metrics
-    assert metrics["kl_teacher"] > 0
+    policy = PolicySpec(str(checkpoint), algorithm="distill")
+    policies = start_policies(default=replace(policy, algorithm_options={"teacher": str(moved), "reward_weight": 0.5}))
+    assert update(policies).metrics["kl_teacher"] > 0
     with pytest.raises(EngineError, match="'no/such' cannot be loaded"):
-        start_policies(
-            default=PolicySpec(str(checkpoint), algorithm="distill", algorithm_options={"teacher": "no/such"})
-        )
+        start_policies(default=replace(policy, algorithm_options={"teacher": "no/such"}))
 
 
 def test_a_teacher_with_other_tokens_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -123,10 +116,10 @@ def test_a_served_teacher_says_what_the_same_weights_say_here(
     batch = make_batch(loaded, groups=4, members=8)
     batch = replace(batch, temperature_N=np.ones_like(batch.temperature_N))
     chosen = np.arange(1, len(batch))
-    with Server(loaded_from(moved)) as server:
+    with Server(load(moved)) as server:
         teacher = ServedTeacher(Teacher(server.url, "big", "OF_TEACHER"), loaded.tokenizer)
         logprobs = teacher.logprobs(batch, chosen)
-        expected = plain(server.loaded, batch)
+        expected = all_logprobs(server.loaded.model, batch)
         expected[: batch.response_offsets[1]] = 0
         np.testing.assert_allclose(logprobs, expected, atol=1e-4)
         assert {received.headers["authorization"] for received in server.received} == {"Bearer secret"}
@@ -137,7 +130,9 @@ def test_a_served_teacher_says_what_the_same_weights_say_here(
         turns = batch_of([Row([5, 6], [7, 8], [-1.0, -1.0], 0.0), Row([5, 6, 7, 8, 9], [10], [-1.0], 0.0)])
         turns = replace(turns, rollout_N=np.zeros(2, np.int64), turn_N=np.arange(2))
         before = len(server.received)
-        np.testing.assert_allclose(teacher.logprobs(turns, np.arange(2)), plain(server.loaded, turns), atol=1e-4)
+        np.testing.assert_allclose(
+            teacher.logprobs(turns, np.arange(2)), all_logprobs(server.loaded.model, turns), atol=1e-4
+        )
         assert [received.body["prompt"] for received in server.received[before:]] == [[[5, 6, 7, 8, 9, 10]]]
         formed = replace(turns, grammar_N=np.array([None, "{}"], object))
         result = trainer_of(loaded).update(formed, Distill(DistillOptions(teacher="a/b")), None, teacher)
