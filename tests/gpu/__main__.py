@@ -1,69 +1,46 @@
-"""Check and measure the engines on one CUDA GPU, in ten minutes, with what is installed; see docs/performance.md.
+"""Check and measure the torch engine on one CUDA GPU, in ten minutes, with what is installed; see docs/performance.md.
 
     python -m tests.gpu                # prints the figures in Markdown, each part's when it ends
     python -m tests.gpu --part speed   # one part; may be repeated
     python -m tests.gpu --device cpu   # plays the parts small, on the CPU
 
-An engine is used as a run uses it: its process is started, asked over HTTP, and updated with its own replies. A part is
-left out, and says so, where what it needs is not installed. The exit status is 1 if a part failed, or found the GPU and
-the CPU further apart than rounding explains.
+The engine is used as a run uses it: its process is started, asked over HTTP, and updated with its own replies. The exit
+status is 1 if a part failed, or found the GPU and the CPU further apart than rounding explains.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import platform
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 from .agreement import agreement
 from .kit import Setup, Table
-from .speed import speed, verl_steps, vllm_turns
+from .speed import speed
 
-VERL = ("verl", "ray", "vllm", "tensordict", "transfer_queue", "hydra")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One table."""
-
-    title: str
-    play: Callable[[Setup], Awaitable[Table]]
-    needs: Sequence[str] = ()
-    """Modules that have to be installed."""
-
-
-PARTS: Mapping[str, Part] = {
-    "agreement": Part("The torch engine on the GPU and on the CPU", agreement),
-    "speed": Part("Tokens per second and memory of the torch engine", speed),
-    "vllm": Part("Five turns with vLLM behind the chat layer", vllm_turns, ("vllm",)),
-    "verl_steps": Part(
-        "Steps of the veRL engine with 5 and 20 turns, with a LoRA adapter, offloading and a restart", verl_steps, VERL
-    ),
-}
+Part: TypeAlias = Callable[[Setup], Awaitable[Table]]
+PARTS: Mapping[str, Part] = {"agreement": agreement, "speed": speed}
 
 
 def play(part: Part, device: str, folder: Path, deadline: float) -> tuple[str, bool]:
     """Play a part: its text in Markdown, and whether it went well. It stops no other part."""
     remaining = deadline - time.monotonic()
-    if absent := [name for name in part.needs if importlib.util.find_spec(name) is None]:
-        return f"Not run: not installed: {', '.join(absent)}.", True
     if remaining <= 0:
         return "Not run: the time was over.", True
     folder.mkdir()
     began = time.monotonic()
     try:
-        table = asyncio.run(asyncio.wait_for(part.play(Setup(device, folder, folder.parent / "models")), remaining))
+        table = asyncio.run(asyncio.wait_for(part(Setup(device, folder, folder.parent / "models")), remaining))
     except Exception as error:
         traceback.print_exc()
         return f"**It failed: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}**", False
@@ -95,7 +72,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="agl-gpu-") as folder:
         for name in options.part or PARTS:
             text, good = play(PARTS[name], options.device, Path(folder) / name, deadline)
-            print(f"### {PARTS[name].title}\n\n{text}\n", flush=True)
+            print(f"### {PARTS[name].__doc__}\n\n{text}\n", flush=True)
             went_well = went_well and good
     return int(not went_well)
 

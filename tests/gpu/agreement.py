@@ -14,23 +14,12 @@ from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
 from agl_core.config.sections import OptimizerSection
 from agl_core.learning.certificate import TOLERANCES
+from agl_core.testing.engines import batch_of
 from agl_core.types import Batch
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
 
-from .kit import (
-    CALC,
-    SMOLLM_SHAPED,
-    Model,
-    Setup,
-    Size,
-    Table,
-    client_of_engine,
-    converse,
-    spec_of,
-    started,
-    torch_engine,
-)
+from .kit import CALC, SMOLLM_SHAPED, Model, Setup, Table, ask, client_of_engine, spec_of, started
 
 TOKENS_PER_PASS = 4096
 BOUNDS = {"float32": (1e-4, 0.999), "bfloat16": (0.05, 0.5)}
@@ -51,16 +40,15 @@ async def agreement(setup: Setup) -> Table:
 
 async def compare(model: Model, setup: Setup) -> Table:
     """One model on both devices, in both dtypes, on the replies that the CPU sampled in float32."""
-    folder, size = model.folder(setup), Size(8, 1, 24 if setup.stand_in else 64)
+    folder, tokens = model.folder(setup), 24 if setup.stand_in else 64
 
     async def replies_twice(device: str, dtype: str) -> tuple[Batch, int]:
         """Replies of an engine, and how many of them are the same when it is asked once more."""
         run = setup.folder / f"{model.name}-{device}-{dtype}"
-        make, spec = torch_engine(device), spec_of(folder, dtype)
-        async with started(make, run, spec) as engine, client_of_engine(engine.upstream) as client:
-            first, again = [await converse(client, engine.policy, size) for _ in range(2)]
-        pairs = zip(first.calls, again.calls, strict=True)
-        return first.batch(), sum(list(one.response) == list(other.response) for (one,), (other,) in pairs)
+        async with started(device, run, spec_of(folder, dtype)) as engine, client_of_engine(engine.upstream) as client:
+            first, again = [await ask(client, engine.policy, 8, tokens) for _ in range(2)]
+        pairs = zip(first, again, strict=True)
+        return batch_of(first), sum(list(one.response) == list(other.response) for one, other in pairs)
 
     common = (await replies_twice("cpu", "float32"))[0]
     reference = Updated.of(folder, "cpu", "float32", common)
@@ -68,7 +56,8 @@ async def compare(model: Model, setup: Setup) -> Table:
     for device in dict.fromkeys(("cpu", setup.device)):
         for dtype, (most, least) in BOUNDS.items():
             own, same = await replies_twice(device, dtype)
-            served = Served.of(folder, device, dtype, own)
+            trained_R = trainer_of(load(folder, device, dtype)).logprobs(own).logprobs_R
+            served = np.abs(trained_R - own.behaviour_logprobs_R)
             updated = Updated.of(folder, device, dtype, common)
             gap = np.abs(updated.logprobs_R - reference.logprobs_R)
             cosine = float(torch.nn.functional.cosine_similarity(updated.change, reference.change, dim=0))
@@ -77,12 +66,14 @@ async def compare(model: Model, setup: Setup) -> Table:
             figures += [abs(float(updated.change.norm() / reference.change.norm()) - 1)]
             cells = [f"{figure:.1e}" for figure in figures]
             cells.insert(4, f"1 - {max(0.0, 1 - cosine):.1e}")
-            rows.append((model.name, f"{device}, {dtype}", *cells, *served.cells, f"{same} of {len(own)}"))
+            exact = (served <= TOLERANCES[dtype]).mean()
+            cells += [f"{served.max():.1e}", f"{served.mean():.1e}", f"{exact:.2%}", f"{same} of {len(own)}"]
+            rows.append((model.name, f"{device}, {dtype}", *cells))
             # Written so that no number at all is beyond too.
             beyond += [
                 f"{model.name}, {device}, {dtype}: log-probabilities are {mean:.1e} from {other} on average, which may "
                 f"be at most {most:g}."
-                for other, mean in (("the CPU's", gap.mean()), ("those that were served", served.mean))
+                for other, mean in (("the CPU's", gap.mean()), ("those that were served", served.mean()))
                 if not mean <= most
             ]
             if not cosine >= least:
@@ -92,29 +83,10 @@ async def compare(model: Model, setup: Setup) -> Table:
                 )
     columns = (
         "model", "device, dtype", "log-probability: largest difference", "mean", "loss", "gradient norm, relative",
-        "change of the weights: cosine", "norm, relative", *Served.COLUMNS, "replies the same again",
+        "change of the weights: cosine", "norm, relative", "served and trained: largest difference", "mean",
+        "tokens proved exact", "replies the same again",
     )  # fmt: skip
     return Table(columns, rows, beyond)
-
-
-@dataclass(frozen=True)
-class Served:
-    """How far the log-probabilities that were served are from those that training computes, in nats."""
-
-    COLUMNS = ("served and trained: largest difference", "mean", "tokens proved exact")
-    largest: float
-    mean: float
-    exact: float
-    """The share of tokens that are within the tolerance of the certificate (docs/exactness.md)."""
-
-    @classmethod
-    def of(cls, model: Path, device: str, dtype: str, batch: Batch) -> Served:
-        gap = np.abs(trainer_of(load(model, device, dtype)).logprobs(batch).logprobs_R - batch.behaviour_logprobs_R)
-        return cls(float(gap.max()), float(gap.mean()), float((gap <= TOLERANCES[dtype]).mean()))
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return f"{self.largest:.1e}", f"{self.mean:.1e}", f"{self.exact:.2%}"
 
 
 @dataclass(frozen=True)
