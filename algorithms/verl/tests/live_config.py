@@ -110,24 +110,9 @@ def test_verls_own_classes_take_the_configuration_of_every_model_engine(name: st
     assert type(actor.engine) is type(critic.engine)
 
 
-def test_servers_of_their_own_are_verls(tmp_path: Path) -> None:
-    done = dry_run(tmp_path, "engine.verl.device=cuda", "engine.verl.serving_gpus=4", "engine.verl.tensor_parallel=2")
-    assert done.returncode == 0, done.stderr
-    assert {"actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.hybrid_engine=false"} < {*done.stdout.splitlines()}
-    assert "1 (nodes) x 1 GPUs, which train, and 4 more serve" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("actor_rollout_ref.rollout.gpu_memory=0.4", "means nothing to veRL"),
-        ("actor_rollout_ref.actor.ppo_epochs=4", "[algorithm] epochs"),
-        ("actor_rollout_ref.rollout.seed", "KEY=VALUE"),
-    ],
-)
-def test_a_key_that_means_nothing_is_an_error(tmp_path: Path, override: str, reason: str) -> None:
-    done = dry_run(tmp_path, f'engine.verl.overrides=["{override}"]')
+def test_a_key_that_means_nothing_is_an_error(tmp_path: Path) -> None:
+    done = dry_run(tmp_path, 'engine.verl.overrides=["actor_rollout_ref.rollout.gpu_memory=0.4"]')
     assert done.returncode != 0
-    output = " ".join((done.stdout + done.stderr).split())
-    assert override.partition("=")[0] in output
-    assert reason in output
+    assert "actor_rollout_ref.rollout.gpu_memory=0.4 means nothing to veRL" in " ".join(
+        (done.stdout + done.stderr).split()
+    )

@@ -21,12 +21,11 @@ import pytest_asyncio
 import torch
 
 from agl_core.apis.streamed import StreamedCompletion
-from agl_core.capture.requests import HEADER_POLICY, HEADER_ROLLOUT
+from agl_core.capture.requests import HEADER_POLICY
 from agl_core.config.sections import OptimizerSection
 from agl_core.errors import EngineError
 from agl_core.protocols import EngineContext, PolicySpec, Upstream
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, engine_context
-from agl_core.types import PrefixBreak
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.process import save_policy
 from agl_torch.trainer import PolicyTrainer
@@ -57,21 +56,6 @@ async def contract(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[En
         yield EngineCase(engine, await engine.start(), context, folder, tolerance=1e-4)
     finally:
         await engine.stop()
-
-
-async def test_a_conversation_goes_on_from_the_recorded_ids(contract: EngineCase) -> None:
-    messages, before = [*QUESTION], list[int]()
-    for turn in range(5):
-        reply = await ask(contract.upstream, session="r/0", messages=messages, temperature=1.3, seed=turn)
-        answer = reply.json()
-        assert answer["prompt_token_ids"][: len(before)] == before
-        assert answer["agl"]["prefix_broken"] is None
-        before = [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
-        messages = [*messages, answer["choices"][0]["message"], {"role": "user", "content": f"And {turn} plus 4?"}]
-    assert answer["agl"]["reused"] + answer["agl"]["prefilled"] == len(answer["prompt_token_ids"])
-    messages[1] = {"role": "assistant", "content": "Something else."}
-    edited = await ask(contract.upstream, session="r/0", messages=messages)
-    assert edited.json()["agl"]["prefix_broken"] == PrefixBreak.MOVED
 
 
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
@@ -159,7 +143,7 @@ async def started(
         await served.stop()
 
 
-async def ask(upstream: Upstream, session: str = "", **settings: Any) -> httpx.Response:
+async def ask(upstream: Upstream, **settings: Any) -> httpx.Response:
     body = {
         "model": "default",
         "messages": QUESTION,
@@ -169,7 +153,7 @@ async def ask(upstream: Upstream, session: str = "", **settings: Any) -> httpx.R
         "return_token_ids": True,
         **settings,
     }
-    headers = {"authorization": f"Bearer {upstream.api_key}", HEADER_ROLLOUT: session}
+    headers = {"authorization": f"Bearer {upstream.api_key}"}
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
         return await client.post(f"{upstream.urls[0]}/chat/completions", json=body, headers=headers)
 

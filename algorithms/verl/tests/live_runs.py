@@ -1,4 +1,4 @@
-"""Whole runs of `agl train` under veRL: GRPO, an adapter, and a kill in the middle."""
+"""Whole runs of `agl train` under veRL: GRPO, pairs, demonstrations, and kills in the middle."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
-from peft import AutoPeftModelForCausalLM
 
-from agl_core.protocols import PolicySpec
 from agl_core.types import Ending
 from agl_server.store.sqlite import SqliteStore
-from agl_torch.loading import load_model
 
 from . import live_engine
 
@@ -76,17 +72,6 @@ def test_the_reward_of_a_real_agent_rises(tmp_path: Path) -> None:
     assert all(line["update/grad_norm"] > 0 for line in steps if line["update/transitions_trained"])
 
 
-def test_a_policy_imitates_the_best_of_its_own_rollouts(tmp_path: Path) -> None:
-    settings = {"algorithm.name": "rft", "algorithm.rft.top_k": 1, "train.steps": 2}
-    done = subprocess.run(command(tmp_path, **settings), capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    for line in steps_of(tmp_path / "calc"):
-        assert line["update/grad_norm"] > 0
-        assert line["update/loss"] > 0
-        assert line["update/transitions_trained"] == line["transitions/kept"] >= 4, "at least a call of each group"
-        assert line["dropped/no_advantage"] >= 12, "and of the three others"
-
-
 def test_a_policy_learns_from_pairs(tmp_path: Path) -> None:
     """Its advantages are made of log-probabilities of both models, which are the same before the first step."""
     settings = {"algorithm.name": "dpo", "train.steps": 2, "seed": 1}
@@ -134,72 +119,6 @@ def test_a_policy_imitates_recorded_conversations(tmp_path: Path) -> None:
     assert loss < loss_before
     assert accuracy > accuracy_before
     np.testing.assert_allclose(scores["verl"], scores["torch"], rtol=1e-3)
-
-
-OWN_ALGORITHM = """
-import agl_core
-import torch
-from agl_algorithms import PolicyGradient, PolicyGradientOptions
-
-@agl_core.algorithm(name="mine", options=PolicyGradientOptions, needs=PolicyGradientOptions.needs)
-class Mine(PolicyGradient):
-    def advantages(self, samples, values_R=None):
-        return samples.at_tokens(torch.full_like(samples.values_N, 0.25))
-"""
-
-
-TWO_AGENTS = """
-from openai import AsyncOpenAI
-
-async def solve(task_input):
-    messages = [{"role": "user", "content": task_input["question"]}]
-    async with AsyncOpenAI() as client:
-        for model in ("solver", "checker"):
-            reply = await client.chat.completions.create(model=model, messages=messages)
-            messages += [{"role": "assistant", "content": reply.choices[0].message.content}, messages[0]]
-    return messages[-2]["content"]
-"""
-
-
-def test_adapters_are_served_as_they_are_trained_and_saved_as_others_read_them(tmp_path: Path) -> None:
-    """Two policies on one base. In the second step the servers have the adapters of the first update.
-
-    An algorithm of the user's makes the advantages the same for all, so that every step has a gradient.
-    """
-    (tmp_path / "mine.py").write_text(OWN_ALGORITHM)
-    (tmp_path / "pair.py").write_text(TWO_AGENTS)
-    base = CALC.parent / "policy"
-    policy = f'model = {{path = "{base}", dtype = "float32", lora.rank = 8}}\noptimizer.learning_rate = 4e-3\n'
-    (tmp_path / "train.toml").write_text(
-        CALC.read_text()
-        .replace("agent:solve", "pair:solve")
-        .replace('"tasks.py"', f'"{CALC.parent / "tasks.py"}", "mine.py"')
-        .partition("[policies")[0]
-        + f"[policies.solver]\n{policy}[policies.checker]\n{policy}"
-        + "[rewards.answer]\nrule = 'numeric_match'\nfield = 'result'\n[sampling]\nmax_tokens = 64\n"
-    )
-    settings = {"algorithm.name": "mine", "train.steps": 2}
-    done = subprocess.run(command(tmp_path, tmp_path / "train.toml", **settings), capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    steps = steps_of(tmp_path / "calc")
-    prompt = torch.arange(20)[None]
-    trained = []
-    for name in ("solver", "checker"):
-        assert [line[f"update/{name}/advantage_mean"] for line in steps] == pytest.approx([0.25] * 2)
-        assert all(line[f"update/{name}/grad_norm"] > 0 for line in steps)
-        assert max(line[f"update/{name}/logprob_gap_max"] for line in steps) < 1e-3
-        out = tmp_path / name
-        version = f"{tmp_path / 'calc'}:{name}@latest"
-        done = subprocess.run([agl(), "policy", "export", version, "--out", str(out)], capture_output=True, text=True)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        assert (out / "agl_base.json").is_file()
-        of_peft = AutoPeftModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-        of_torch = load_model(PolicySpec(str(base), "float32", adapter=str(out)), torch.device("cpu"), 0).model
-        with torch.no_grad():
-            torch.testing.assert_close(of_torch(prompt).logits, of_peft(prompt).logits, rtol=1e-3, atol=1e-3)
-        trained.append([w for key, w in of_peft.named_parameters() if "lora_B" in key])
-        assert min(weight.abs().max().item() for weight in trained[-1]) > 0
-    assert not any(torch.equal(one, other) for one, other in zip(*trained, strict=True))
 
 
 def test_a_run_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ the conversation of the call before, of any agent; some begin anew. In them are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from enum import StrEnum
 
 import numpy as np
@@ -50,20 +50,17 @@ def record(
     rollouts: int = 9,
     *,
     others: Collection[Kind] = (),
-    stale: bool = True,
-    agents: Sequence[str] = (TRAINED,),
 ) -> Batch:
     """`others`: calls of these kinds have other tokens and log-probabilities, of the same lengths; stale ones also earn
-    something else. `stale` and `agents` are for what happens if nobody leaves out the stale and the untrained."""
+    something else."""
     random, changed = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     episodes = [_episode(random, changed, rollout, rollouts, vocabulary, others) for rollout in range(rollouts)]
     groups = [episodes[start : start + 3] for start in range(0, rollouts, 3)]
     rule = identical if kind is CreditKind.RETURN else immediate
     weights = [WEIGHTS[n % len(WEIGHTS)] for n in range(len(groups))]
     credit = {"default": PolicyCredit(rule.__name__, rule, kind)}
-    plan = BatchPlan(credit, agents, max_staleness=MAX_STALENESS)
-    versions = {"default": VERSION} if stale else None
-    return make_batches(groups, plan, weights=weights, versions=versions).batches["default"]
+    plan = BatchPlan(credit, (TRAINED,), max_staleness=MAX_STALENESS)
+    return make_batches(groups, plan, weights=weights, versions={"default": VERSION}).batches["default"]
 
 
 def _episode(

@@ -51,6 +51,20 @@ def grpo(**options: Any) -> Grpo:
     return Grpo(GrpoOptions(**({"beta": 0} | options)))
 
 
+def configured(folder: Path, *lines: str) -> Path:
+    """A run's configuration with these lines more."""
+    file = folder / "train.toml"
+    own = [
+        "config_version = 1",
+        f'plugins = ["{plugin.__file__}"]',
+        'agent.entry = "agent:solve"',
+        'tasks.train = {source = "jsonl", path = "tasks.jsonl"}',
+        'policies.default.model.path = "m"',
+    ]
+    file.write_text("\n".join([*own, *lines]))
+    return file
+
+
 @pytest.mark.parametrize(
     ("engine", "given", "cap"), [("verl", None, 2.0), ("verl", 0, 0.0), ("verl", 3, 3.0), ("torch", None, None)]
 )
@@ -58,31 +72,13 @@ def grpo(**options: Any) -> Grpo:
 def test_importance_weights_are_capped_at_2_unless_the_run_says_otherwise(
     tmp_path: Path, engine: str, given: float | None, cap: float | None, algorithm: str
 ) -> None:
-    file = tmp_path / "train.toml"
-    file.write_text(
-        f"""config_version = 1
-        plugins = ["{plugin.__file__}"]
-        agent.entry = "agent:solve"
-        tasks.train = {{source = "jsonl", path = "tasks.jsonl"}}
-        policies.default.model.path = "m"
-        engine.name = "{engine}"
-        algorithm.name = "{algorithm}"
-        {"" if given is None else f"algorithm.{algorithm}.importance_cap = {given}"}"""
-    )
-    options = load(file).policies["default"].algorithm.options
-    assert options.model_dump()["importance_cap"] == cap
+    setting = [] if given is None else [f"algorithm.{algorithm}.importance_cap = {given}"]
+    file = configured(tmp_path, f'engine.name = "{engine}"', f'algorithm.name = "{algorithm}"', *setting)
+    assert load(file).policies["default"].algorithm.options.model_dump()["importance_cap"] == cap
 
 
 def test_a_target_kl_is_refused_by_name(tmp_path: Path) -> None:
-    file = tmp_path / "train.toml"
-    file.write_text(
-        f"""config_version = 1
-        plugins = ["{plugin.__file__}"]
-        agent.entry = "agent:solve"
-        tasks.train = {{source = "jsonl", path = "tasks.jsonl"}}
-        policies.default.model.path = "m"
-        algorithm.grpo = {{epochs = 2, target_kl = 0.02}}"""
-    )
+    file = configured(tmp_path, "algorithm.grpo = {epochs = 2, target_kl = 0.02}")
     load(file)
     message = r"'grpo' .* needs an update that ends at a target KL, which engine 'verl' .* does not .* \(torch\)"
     with pytest.raises(CapabilityError, match=message):
@@ -116,9 +112,7 @@ def test_every_setting_is_shown_to_have_an_effect() -> None:
     assert set(VerlOptions.model_fields) == CHANGES.keys() | elsewhere
 
 
-def test_settings_that_act_elsewhere() -> None:
-    spread = mapping_of(gpus_per_node=4, tensor_parallel=2)
-    assert spread["actor_rollout_ref.rollout.tensor_model_parallel_size"] == 2
+def test_settings_of_the_servers_reach_vllm_by_their_environment() -> None:
     environment = variables(cpu=True, api_key="secret", deterministic=False, cache_mib=3000)
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert environment["VLLM_API_KEY"] == "secret"
@@ -143,6 +137,7 @@ def test_servers_of_their_own() -> None:
     assert (config["trainer.nnodes"], config["trainer.n_gpus_per_node"]) == (2, 8)
     assert config[f"{rollout}.nnodes"] * config[f"{rollout}.n_gpus_per_node"] == 8
     assert config[f"{rollout}.n_gpus_per_node"] == 4, "each replica on one node"
+    assert config[f"{rollout}.tensor_model_parallel_size"] == 4
     assert config[f"{rollout}.checkpoint_engine.backend"] == "nccl"
     batch, exchange = config["data.train_batch_size"], config["trainer.v1.separate_async.parameter_sync_step"]
     assert batch == exchange * config["actor_rollout_ref.actor.ppo_mini_batch_size"], "veRL asserts it"
@@ -281,6 +276,7 @@ UNREAD = [
         ("actor_rollout_ref.rollout.nnodes=2", "serving_gpus"),
         ("actor_rollout_ref.hybrid_engine=False", "serving_gpus"),
         ("critic.model.target_modules=all-linear", "lora"),
+        ("actor_rollout_ref.rollout.seed", "KEY=VALUE"),
         *((f"{key}=1", "no part of veRL that agl runs reads it") for key in UNREAD),
     ],
 )

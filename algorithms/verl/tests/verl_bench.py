@@ -33,7 +33,6 @@ from agl_verl.environment import CPU_VARIABLE, ENGINE_VARIABLE
 from agl_verl.options import VerlOptions
 from agl_verl.rows import (
     OLD_LOGPROBS,
-    SPAN,
     STEP_WEIGHT,
     TOTAL_LOSS,
     TRAINING_STEP,
@@ -180,12 +179,10 @@ class VerlBench:
         pads: int = 3,
         *,
         others: Collection[int] = (),
-        weights: Mapping[int, float] | None = None,
     ) -> Made:
         """`AglTrainer.update` with its rows; of one optimizer step, with `pads` pad rows after the others.
 
-        `others`: places of rows that have other tokens. `weights`: by place, what each token of the row weighs instead;
-        its advantage and return are 1 then.
+        `others`: places of rows that have other tokens.
         """
         usable = filter_trainable(batch, context_length=self.longest, vocabulary=vocabulary)
         whole, samples = usable.batch, samples_of(usable.batch)
@@ -215,8 +212,6 @@ class VerlBench:
             )
             prepared, rescored = prepared.rescored(self.algorithm, Logprobs(old_R, old_R, old_R, reference_R))
         for field, values in fields_of(prepared, steps, of_rows).items():
-            for n, weight in (weights or {}).items() if field != SPAN else ():
-                values[n] = torch.full_like(values[n], weight if field.endswith("weights") else 1.0)
             data[field] = nested(values)
 
         def train(worker: Any, epochs: int, weights_R: Tensor) -> tuple[dict[str, Any], Tensor]:
