@@ -99,18 +99,6 @@ def test_the_template_tells_the_format(template: str, name: str | None) -> None:
     assert (tool_format and tool_format.name) == name
 
 
-@settings(max_examples=30)
-@given(st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
-def test_hermes_calls_survive_writing_and_parsing(calls: list[tuple[str, dict]]) -> None:
-    written = [json.dumps({"name": name, "arguments": args}) for name, args in calls]
-    written = [body for body in written if "tool_call>" not in body]
-    parsed = HERMES.parse("Let me see.\n" + "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in written))
-    if written:
-        assert parsed.error is None
-        assert parsed.content == "Let me see."
-        assert [{"name": c.name, "arguments": c.arguments} for c in parsed.calls] == [json.loads(b) for b in written]
-
-
 @pytest.mark.parametrize(
     ("tool_format", "text", "error"),
     [

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
-import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import httpx
@@ -19,19 +19,11 @@ from starlette.routing import Route
 
 from agl_chat.proxy import make_proxy
 from agl_core.errors import ConfigError, EngineError
-from agl_server.store.sqlite import SqliteStore
 
-from .conftest import ServedModel, client_of, listening
+from .conftest import USER, ScriptedChat, ServedModel, assert_continues, client_of, echo, listening
 from .test_backends import BACKENDS, SGLANG, VLLM, Server
 
 OWNERS = {VLLM: "vllm", SGLANG: "sglang"}
-AGENT = """
-import openai
-messages = [{"role": "user", "content": "What is 12 plus 3?"}]
-for _ in range(3):
-    reply = openai.OpenAI().chat.completions.create(model="gpt", messages=messages).choices[0].message
-    messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "And then?"}]
-"""
 
 
 class WholeServer(Server):
@@ -104,38 +96,26 @@ async def test_a_server_that_will_not_do_is_refused_at_the_start(
         await front(server, folder)
 
 
-async def test_agl_run_records_a_conversation_that_goes_on_from_its_ids(
-    folder: Path, qwen: ServedModel, tmp_path: Path
-) -> None:
+async def test_a_conversation_goes_on_from_its_ids(folder: Path, qwen: ServedModel) -> None:
     """The ids are another tokenisation than the tokenizer's own: one letter a token."""
-    letters = [qwen.tokenizer(letter, add_special_tokens=False)["input_ids"][0] for letter in "answer"]
-    server = WholeServer(VLLM, [*letters, qwen.tokenizer.eos_token_id])
-    environment = {**os.environ, "OPENAI_API_KEY": "s3cret"}
-
-    async def agl(*arguments: str) -> asyncio.subprocess.Process:
-        pipe = subprocess.PIPE
-        command = [sys.executable, "-m", "agl_core", *arguments]
-        return await asyncio.create_subprocess_exec(
-            *command, env=environment, cwd=tmp_path, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL
-        )
-
+    server = WholeServer(VLLM, ScriptedChat(qwen).letters("answer"))
+    command = [sys.executable, "-m", "agl_core", "proxy"]
     async with listening(server.app) as url:
-        before = await agl("proxy", url, str(folder), "--port", "0")
-        assert before.stdout is not None
+        proxy = await asyncio.create_subprocess_exec(
+            *command, url, str(folder), "--port", "0", env={**os.environ, "OPENAI_API_KEY": "s3cret"}, stdout=PIPE
+        )
+        assert proxy.stdout is not None
         try:
-            address = (await before.stdout.readline()).decode().split()[-1]
-            run = await agl("run", "--upstream", address, "--", sys.executable, "-c", AGENT)
-            _, said = await run.communicate()
+            address = (await proxy.stdout.readline()).decode().split()[-1]
+            headers = {"authorization": "Bearer s3cret", "x-agl-rollout": "r/0"}
+            messages, replies = [USER], list[Any]()
+            async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=60) as client:
+                for _ in range(3):
+                    body = {"model": "qwen", "messages": messages, "return_token_ids": True}
+                    replies.append((await client.post(f"{address}/chat/completions", json=body)).json())
+                    messages = [*messages, echo(replies[-1]), USER]
         finally:
-            before.terminate()
-            await before.wait()
-    assert run.returncode == 0, said.decode()
-    assert "note:" not in said.decode()
-    async with SqliteStore(tmp_path / "runs" / "capture" / "store.sqlite", read_only=True) as store:
-        (rollout,) = await store.rollouts()
-        calls = await store.calls(attempt.key for attempt in await store.attempts(rollout.id))
-    prompts = [call.prompt_ids.tolist() for call in calls]
-    assert len(prompts) == 3
-    for prompt, following in itertools.pairwise(prompts):
-        recorded = [*prompt, *server.ids]
-        assert following[: len(recorded)] == recorded
+            proxy.terminate()
+            await proxy.wait()
+    for reply, following in pairwise(replies):
+        assert_continues(reply, following)

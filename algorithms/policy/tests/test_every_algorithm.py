@@ -144,18 +144,14 @@ def test_every_loss_option_changes_the_gradient(
         ("grpo", {"target_kl": 0, "epochs": 2}),
         ("reinforce", {"gamma": 0.9}),
         ("reinforce", {"whitening": "no"}),
-        ("ppo", {"lam": -0.1}),
         ("sft", {"clip": 0.2}),
         ("rft", {"threshold": 0.5, "beta": 0.1}),
         ("rft", {}),
         ("rft", {"threshold": 0.5, "top_k": 1}),
-        ("rft", {"top_k": 0}),
         ("distill", {}),
-        ("distill", {"teacher": ""}),
         ("distill", {"teacher": "a/folder", "teacher_model": "name"}),
         ("distill", {"teacher": "a/folder", "teacher_key_env": "KEY"}),
         ("distill", {"teacher": "http://localhost:8000/v1"}),
-        ("distill", {"teacher": "a/folder", "reward_weight": -1}),
     ],
 )
 def test_settings_without_effect_and_out_of_bounds_are_refused(name: str, settings: dict[str, Any]) -> None:
