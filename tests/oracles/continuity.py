@@ -1,8 +1,8 @@
 """Conversations by the chat templates of model families: how much of the prompts is carried over, as it was sampled.
 
-    .venv-oracles/bin/python -m tests.oracles.continuity    # writes docs/templates.json and docs/exactness.md
+    .venv-oracles/bin/python -m tests.oracles.continuity    # writes docs/exactness.md
 
-The templates are those that TRL keeps of each family, byte for byte; two are written here. Responses are sampled one
+The templates are those that TRL keeps of each family, byte for byte. Responses are sampled one
 character a token, as no tokenizer would write them: what is tokenised again cannot pass for what was sampled.
 """
 
@@ -25,7 +25,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from agl_chat.conversation import ChatText, ReplyMemory
-from agl_chat.formats import LlamaJson
 from agl_chat.parsing import detect_thinking
 from agl_chat.requests import normalise
 from agl_core.apis.errors import ApiError
@@ -38,41 +37,6 @@ sys.path.append(str(ROOT / "algorithms" / "chat" / "tests"))
 from parser_cases import WRITERS  # noqa: E402
 
 PAGE = ROOT / "docs" / "exactness.md"
-DATA = ROOT / "docs" / "templates.json"
-
-MISTRAL = """\
-{%- set ask = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ask.last = loop.index0 %}{% endif %}{% endfor %}
-{{- '<s>' }}
-{%- for m in messages %}
-{%- if m.role == 'system' %}{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}
-{%- elif m.role == 'user' %}
-{%- if tools and loop.index0 == ask.last %}{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
-{{- '[INST]' + m.content + '[/INST]' }}
-{%- elif m.role == 'tool' %}
-{%- if m.tool_call_id | length != 9 %}{{ raise_exception('a call has an id of 9 characters') }}{% endif %}
-{{- '[TOOL_RESULTS]{"content": ' + m.content | tojson + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
-{%- elif m.tool_calls %}{{ m.content + '[TOOL_CALLS][' }}
-{%- for call in m.tool_calls %}{{ call.function | tojson }}{{ '' if loop.last else ', ' }}{% endfor %}{{ ']</s>' }}
-{%- else %}{{ m.content + '</s>' }}{% endif %}
-{%- endfor %}"""
-DEEPSEEK_V31 = """\
-{{- '<｜begin▁of▁sentence｜>' }}
-{%- for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}
-{%- for tool in tools or [] %}{{ '\n' + tool | tojson }}{% endfor %}
-{%- for m in messages %}
-{%- if m.role == 'user' %}{{ '<｜User｜>' + m.content }}
-{%- elif m.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
-{%- elif m.role == 'assistant' %}
-{%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<｜Assistant｜></think>' }}{% endif %}
-{{- m.content.split('</think>')[-1] }}
-{%- for call in m.tool_calls or [] %}
-{{- '<｜tool▁calls▁begin｜>' if loop.first else '' }}
-{{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments | tojson }}
-{{- '<｜tool▁call▁end｜>' }}{{ '<｜tool▁calls▁end｜>' if loop.last else '' }}{% endfor %}
-{{- '<｜end▁of▁sentence｜>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<｜Assistant｜></think>' }}{% endif %}"""
 
 
 @dataclass(frozen=True)
@@ -132,8 +96,6 @@ def families() -> list[Family]:
         Family("Nemotron 3 Nano", of_trl("nemotron_3_nano"), chatml),
         Family("DeepSeek R1, distilled", of_trl("deepseek_r1_distill"), deepseek),
         Family("DeepSeek V3", of_trl("deepseekv3"), deepseek),
-        Family("DeepSeek V3.1, not thinking (written here)", DEEPSEEK_V31, deepseek, thinks=False),
-        Family("Mistral (written here)", MISTRAL, "</s>"),
         Family("Gemma 3", of_trl("gemma3"), "<end_of_turn>"),
         Family("Phi 3.5", of_trl("phi3_5"), "<|end|>"),
         Family("Aya (Cohere)", of_trl("cohere"), "<|END_OF_TURN_TOKEN|>"),
@@ -173,9 +135,7 @@ class Agent:
         """Of all prompts but the first: tokens, and those that an earlier prompt and response begin with, exactly."""
         self.causes: Counter[PrefixBreak] = Counter()
 
-    def ask(
-        self, messages: Sequence[Message], content: str = "", *calls: tuple[str, Any], is_cut: bool = False
-    ) -> Message:
+    def ask(self, messages: Sequence[Message], content: str, *calls: tuple[str, Any]) -> Message:
         """The reply, as a client sends it back: without its reasoning."""
         text, normal = self._family.text, normalise(messages)
         options = {} if self._family.thinks else {"enable_thinking": False}
@@ -188,9 +148,7 @@ class Agent:
             self.causes[prompt.prefix_broken] += 1
         written = self._thoughts(prompt.is_thinking) + content + self._calls(calls)
         response = [token for character in self._pieces(written) for token in text.encode(character)]
-        if not is_cut:
-            end = self._family.end_of_calls if calls and self._family.end_of_calls else self._family.end
-            response += text.encode(end)
+        response += text.encode(self._family.end_of_calls if calls and self._family.end_of_calls else self._family.end)
         parsed = text.parser(self._tools, is_thinking=prompt.is_thinking).parse(text.decode(response))
         assert len(parsed.calls) == len(calls), (self._family.name, written, parsed)
         message: Message = {"role": "assistant", "content": parsed.content}
@@ -233,7 +191,6 @@ def results(message: Message) -> list[Message]:
 
 
 def questions(agent: Agent) -> None:
-    """Four questions, one after the other"""
     messages = [SYSTEM]
     for _ in range(4):
         messages += [user()]
@@ -241,7 +198,6 @@ def questions(agent: Agent) -> None:
 
 
 def tool_loop(agent: Agent) -> None:
-    """One question, three calls of tools one after the other, an answer"""
     messages = [SYSTEM, user()]
     for call in (ADD, SEARCH, ADD):
         messages += [agent.ask(messages, "", call)]
@@ -250,7 +206,6 @@ def tool_loop(agent: Agent) -> None:
 
 
 def tools_and_questions(agent: Agent) -> None:
-    """Three questions, each answered after a call"""
     messages = [SYSTEM]
     for call in (ADD, SEARCH, ADD):
         messages += [user()]
@@ -260,7 +215,6 @@ def tools_and_questions(agent: Agent) -> None:
 
 
 def parallel_tools(agent: Agent) -> None:
-    """Two calls in one reply, twice"""
     messages = [SYSTEM, user()]
     for _ in range(2):
         messages += [agent.ask(messages, "", ADD, SEARCH)]
@@ -268,98 +222,10 @@ def parallel_tools(agent: Agent) -> None:
     agent.ask(messages, ANSWER)
 
 
-def text_with_calls(agent: Agent) -> None:
-    """Text before each call"""
-    messages = [SYSTEM, user()]
-    for call in (ADD, SEARCH):
-        messages += [agent.ask(messages, "Let me see.\n", call)]
-        messages += results(messages[-1])
-    agent.ask(messages, ANSWER)
-
-
-def other_json(agent: Agent) -> None:
-    """The client writes a call's arguments in another style of JSON"""
-    messages = [SYSTEM, user()]
-    for call in (ADD, SEARCH):
-        reply = agent.ask(messages, "", call)
-        for sent in reply["tool_calls"]:
-            arguments = json.loads(sent["function"]["arguments"])
-            sent["function"] = {**sent["function"], "arguments": json.dumps(arguments, indent=2)}
-        messages += [reply, *results(reply)]
-    agent.ask(messages, ANSWER)
-
-
-def cut_reply(agent: Agent) -> None:
-    """A reply is cut by the token limit, and the agent asks to go on"""
-    messages = [SYSTEM, user()]
-    messages += [agent.ask(messages, ANSWER[:15], is_cut=True), user("Go on.")]
-    messages += [agent.ask(messages, ANSWER), user("And then?")]
-    agent.ask(messages, ANSWER)
-
-
-def malformed_call(agent: Agent) -> None:
-    """A call is malformed, and the agent says so"""
-    messages = [SYSTEM, user()]
-    messages += [agent.ask(messages, "add(12, 30) {"), user("That is no call.")]
-    messages += [agent.ask(messages, "", ADD)]
-    messages += results(messages[-1])
-    agent.ask(messages, ANSWER)
-
-
-def edited_reply(agent: Agent) -> None:
-    """The agent shortens the first of three replies"""
-    messages = [SYSTEM, user()]
-    messages += [agent.ask(messages, ANSWER) | {"content": "It is 42."}, user()]
-    messages += [agent.ask(messages, ANSWER), user()]
-    agent.ask(messages, ANSWER)
-
-
-def changed_system(agent: Agent) -> None:
-    """The system message has a counter of turns"""
-    messages: list[Message] = []
-    for turn in range(3):
-        messages += [user()]
-        system = {**SYSTEM, "content": f"{SYSTEM['content']} This is turn {turn}."}
-        messages += [agent.ask([system, *messages], ANSWER)]
-
-
-def sub_agent(agent: Agent) -> None:
-    """A tool is a sub-agent with a conversation of its own"""
-    messages = [SYSTEM, user()]
-    messages += [agent.ask(messages, "", SEARCH)]
-    own = [{"role": "system", "content": "You search. Say what you found."}, user("Who was born in 42?")]
-    own += [agent.ask(own, "", ADD)]
-    own += results(own[-1])
-    agent.ask(own, ANSWER)
-    messages += results(messages[-1])
-    agent.ask(messages, ANSWER)
-
-
-def summary(agent: Agent) -> None:
-    """After two questions a summary replaces the conversation, which goes on"""
-    messages = [SYSTEM]
-    for _ in range(2):
-        messages += [user()]
-        messages += [agent.ask(messages, ANSWER)]
-    messages = [SYSTEM, user("Summary: 12 and 30 were added. Go on.")]
-    for _ in range(2):
-        messages += [agent.ask(messages, ANSWER), user()]
-    agent.ask(messages, ANSWER)
-
-
-CONVERSATIONS: Sequence[Callable[[Agent], None]] = (
-    questions, tool_loop, tools_and_questions, parallel_tools, text_with_calls, other_json, cut_reply, malformed_call,
-    edited_reply, changed_system, sub_agent, summary,
-)  # fmt: skip
-WITH_CALLS = (*CONVERSATIONS[1:6], malformed_call, sub_agent)
-
-
 def play(family: Family, conversation: Callable[[Agent], None]) -> str:
     """The table's cell of a conversation: the share of tokens carried over, and the number of breaks by cause."""
-    needs_tools, tool_format = conversation in WITH_CALLS, family.text.tool_format
-    if needs_tools and (not family.takes_tools or tool_format is None):
-        return "–"
-    if conversation is text_with_calls and isinstance(tool_format, LlamaJson):
+    needs_tools = conversation is not questions
+    if needs_tools and not family.takes_tools:
         return "–"
     agent = Agent(family, tools=needs_tools)
     try:
@@ -370,33 +236,23 @@ def play(family: Family, conversation: Callable[[Agent], None]) -> str:
     return f"{agent.carried / agent.tokens:.0%}{causes}"
 
 
-SHOWN = {"four questions": questions, "a loop of tools": tool_loop, "tools, then questions": tools_and_questions}
-"""The columns of the page: the others follow from these, or break with every template."""
+CONVERSATIONS = {
+    "four questions": questions,
+    "a loop of tools": tool_loop,
+    "tools, then questions": tools_and_questions,
+    "two calls at once": parallel_tools,
+}
 
 
-def played() -> dict[str, dict[str, str]]:
-    """Every cell, by template and conversation."""
-    return {
-        family.name: {str(conversation.__doc__): play(family, conversation) for conversation in CONVERSATIONS}
-        for family in families()
-    }
-
-
-def data(cells: dict[str, dict[str, str]]) -> str:
-    return json.dumps(cells, indent=1, ensure_ascii=False) + "\n"
-
-
-def page(cells: dict[str, dict[str, str]]) -> str:
+def page() -> str:
     """The page with its table written anew."""
     rows = (
-        " | ".join([name, *(of_template[str(conversation.__doc__)] for conversation in SHOWN.values())])
-        for name, of_template in cells.items()
+        " | ".join([family.name, *(play(family, conversation) for conversation in CONVERSATIONS.values())])
+        for family in families()
     )
-    text = f"\n{table(' | '.join(['template', *SHOWN]), rows)}\n\nTemplates of TRL {version('trl')}.\n"
+    text = f"\n{table(' | '.join(['template', *CONVERSATIONS]), rows)}\n\nTemplates of TRL {version('trl')}.\n"
     return replaced(PAGE.read_text(), "tests/oracles/continuity.py", text)
 
 
 if __name__ == "__main__":
-    cells = played()
-    DATA.write_text(data(cells))
-    PAGE.write_text(page(cells))
+    PAGE.write_text(page())

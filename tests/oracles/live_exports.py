@@ -82,43 +82,32 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTraine
     return str(folder), tokenizer
 
 
-def exported(run: Path, to: Format, folder: Path) -> Dataset:
+def trained(
+    trainer: Any, config: Any, to: Format, run: Path, checkpoint: tuple[str, Any], folder: Path
+) -> tuple[Dataset, Any]:
+    """The exported data, and TRL's trainer after a step on it."""
     file = folder / f"{to.value}.jsonl"
     asyncio.run(export_run(run, to, file))
-    loaded = load_dataset("json", data_files=str(file), split="train", cache_dir=str(folder / "cache"))
-    assert isinstance(loaded, Dataset)
-    return loaded
+    data = load_dataset("json", data_files=str(file), split="train", cache_dir=str(folder / "cache"))
+    assert isinstance(data, Dataset)
+    model, tokenizer = checkpoint
+    arguments = config(output_dir=str(folder / "out"), **SETTINGS)
+    trainer = trainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    assert trainer.train().training_loss > 0
+    return data, trainer
 
 
 def test_the_sft_trainer_takes_it(run: Path, checkpoint: tuple[str, Any], tmp_path: Path) -> None:
-    data = exported(run, Format.SFT, tmp_path)
-    model, tokenizer = checkpoint
-    trainer = SFTTrainer(
-        model=model,
-        args=SFTConfig(output_dir=str(tmp_path / "out"), **SETTINGS),
-        train_dataset=data,
-        processing_class=tokenizer,
-    )
-
-    assert trainer.train().training_loss > 0
+    data, trainer = trained(SFTTrainer, SFTConfig, Format.SFT, run, checkpoint, tmp_path)
     assert len(data) == 60
-    texts = ["".join(tokenizer.convert_ids_to_tokens(row["input_ids"])) for row in trainer.train_dataset]
+    texts = ["".join(checkpoint[1].convert_ids_to_tokens(row["input_ids"])) for row in trainer.train_dataset]
     # Each call has its own arguments and no others, and the tools are in the prompt.
     assert any('"arguments": {"a7": 7, "b": null}}' in text or '{"a7": 7, "b": null}' in text for text in texts)
     assert all('"name": "add"' in text for text in texts)
 
 
 def test_the_dpo_trainer_takes_it(run: Path, checkpoint: tuple[str, Any], tmp_path: Path) -> None:
-    data = exported(run, Format.PREFERENCES, tmp_path)
-    model, tokenizer = checkpoint
-    trainer = DPOTrainer(
-        model=model,
-        args=DPOConfig(output_dir=str(tmp_path / "out"), **SETTINGS),
-        train_dataset=data,
-        processing_class=tokenizer,
-    )
-
-    assert trainer.train().training_loss > 0
+    data, _ = trained(DPOTrainer, DPOConfig, Format.PREFERENCES, run, checkpoint, tmp_path)
     assert len(data) == 20
     assert data[3]["rejected"] == [{"role": "assistant", "content": "none"}]
     assert data[3]["chosen"][0]["tool_calls"][0]["function"]["arguments"] == {"a3": 3, "b": None}
