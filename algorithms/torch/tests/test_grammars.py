@@ -62,7 +62,9 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
 }  # fmt: skip
 
 
-def sample(loaded: Loaded, fields: dict[str, Any], *, n: int = 6, temperature: float = 0.7, free: int = 2) -> Generation:
+def sample(
+    loaded: Loaded, fields: dict[str, Any], *, n: int = 6, temperature: float = 0.7, free: int = 2
+) -> Generation:
     """Replies of a form, sampled together with `free` ones."""
     prompt = random_ids(loaded, 20, 0)
     formed = Request("formed", prompt, 200, n, temperature, seed=3, grammar=grammar_of(fields))
