@@ -257,15 +257,6 @@ def test_deterministic_sampling_does_not_depend_on_what_else_is_in_flight(qwen: 
         assert together.counters["tokens_reused"] == 0
 
 
-def test_batching_does_not_change_what_is_drawn(qwen: Loaded) -> None:
-    requests = mixed_requests(qwen)
-    together = drive(Sampler(qwen), requests)
-    for request in requests[:6]:
-        alone = drive(Sampler(qwen), [request])[request.id]
-        for one, other in zip(alone.responses, together[request.id].responses, strict=True):
-            np.testing.assert_array_equal(one.ids, other.ids)
-
-
 def test_choices_share_their_prompt_and_differ(qwen: Loaded) -> None:
     prompt = random_ids(qwen, 60, 0)
     sampler = Sampler(qwen.with_eos())
