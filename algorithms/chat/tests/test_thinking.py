@@ -94,6 +94,7 @@ def test_the_mark_of_what_follows_stands_once_after_a_reply(end: str, tail: str)
 MISTRAL = """\
 {%- for m in messages %}{% if m.role == 'tool' %}
 {%- if m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}
+{%- if m.tool_call_id != messages[loop.index0 - 1].tool_calls[0].id %}{{ raise_exception('another id') }}{% endif %}
 {{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
 {%- elif m.tool_calls %}{{ '[TOOL_CALLS][' }}
 {%- for call in m.tool_calls %}{{ call.function | tojson }}{{ '' if loop.last else ', ' }}{% endfor %}]<|im_end|>

@@ -171,16 +171,19 @@ async def test_an_exchange_waits_for_the_end_of_a_stream(server: Server) -> None
     assert await late == (2, [20, 21, 22], [])
 
 
-async def test_a_stream_that_takes_too_long_ends_with_an_error(server: Server) -> None:
+@pytest.mark.parametrize("failing", [False, True])
+async def test_a_stream_that_takes_too_long_ends_with_an_error(server: Server, failing: bool) -> None:
     server.open(1)
     stream = asyncio.create_task(server.follow())
     server.sample(1, 1)
     await server.came.wait()
     await server.gate.close(0.01)
     server.open(2)
+    server.failing = failing
     server.sample(1, 2)
-    with pytest.raises(EngineError, match="weights changed"):
+    with pytest.raises(EngineError, match="aborted" if failing else "weights changed"):
         await stream
+    server.failing = False
     assert len(server.tries) == 1
     server.sample(2)
     assert await server.follow() == (2, [20, 21, 22], [20, 21, 22])
