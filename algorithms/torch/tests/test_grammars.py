@@ -27,7 +27,7 @@ from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch, FinishReason
 from agl_torch.batching import Limits, micro_batches, score
 from agl_torch.loading import LoadedModel
-from agl_torch.loop import EngineLoop
+from agl_torch.process import EngineLoop
 from agl_torch.sampler import Sampler
 
 from .conftest import Loaded, distributions, drive, grpo, random_ids, trainer_of
