@@ -53,7 +53,7 @@ EVERY_KIND: list[Algorithm] = [
     Rft(RftOptions(threshold=0.25, aggregation="token-mean")),
     Rft(RftOptions(top_k=2)),
 ]
-WITH_DPO: list[Algorithm] = [*EVERY_KIND, Dpo(DpoOptions(margin=0.0))]
+WITH_DPO: list[Algorithm] = [*EVERY_KIND, Dpo(DpoOptions())]
 """DPO's weights do not sum to one."""
 BUILT: dict[str, Callable[..., Algorithm]] = {
     "grpo": lambda **options: Grpo(GrpoOptions(**options)),

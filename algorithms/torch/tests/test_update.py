@@ -99,7 +99,7 @@ def stepped(optimizer: torch.optim.Optimizer, loss: Tensor, rate: float, max_nor
         grpo(beta=0.5, entropy=0.2),
         Reinforce(ReinforceOptions(clip=0.1)),
         Rft(RftOptions(top_k=1)),
-        Dpo(DpoOptions(beta=0.5, margin=0.0)),
+        Dpo(DpoOptions(beta=0.5)),
     ],
     ids=["GRPO", "GRPO with KL and entropy", "REINFORCE++", "RFT", "DPO"],
 )
