@@ -20,7 +20,7 @@ from agl_core import kinds
 from agl_core.capture.context import HERE, NOWHERE, AttemptContext, Here, holding, start_running
 from agl_core.capture.reports import report_problem, spooled
 from agl_core.capture.requests import HTTP_LIBRARIES, Stamper, rollout_path
-from agl_core.capture.watching import Patches
+from agl_core.capture.watching import Patches, watches
 from agl_core.errors import PluginError
 from agl_core.plugins import Plugins
 from agl_core.protocols import Adapter
@@ -59,12 +59,13 @@ class Attachment:
                     self._when_imported(parent, functools.partial(self._look_for, module, adapter))
 
     def detach(self) -> None:
-        """Stop stamping and carrying. The hooks of adapters stay in their frameworks, without effect."""
+        """Stop stamping, carrying, and what adapters `watch`. Other hooks of theirs stay in their frameworks."""
         self._known.clear()
         self.failed.clear()
         self._waiting.clear()
         self._stamper.resolvers.clear()
         self._patches.restore()
+        watches().restore()
 
     def _when_imported(self, module: str, action: Callable[[ModuleType], None]) -> None:
         """Call `action` when `module` is imported; at once if it already is."""

@@ -16,12 +16,12 @@ Enter: TypeAlias = Callable[..., AbstractContextManager[Any] | None]
 _Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _WRAPPED = "_agl_wrapped"
-"""Marks a function of `wrap_once`; `functools.wraps` copies the mark to wrappers around it."""
+"""Marks a function that was replaced; `functools.wraps` copies the mark to wrappers around it."""
 
 
 def watch(owner: Any, name: str, enter: Enter, *, streams: bool = False) -> None:
-    """In a rollout, make each call of a method, or of a module's function, inside `enter` (`in_rollout`, `within`)."""
-    wrap_once(owner, name, lambda function: watched(function, enter, streams=streams))
+    """Until `Attachment.detach`, make each call of a function in a rollout inside `enter` (`in_rollout`, `within`)."""
+    watches().replace(owner, name, lambda function: watched(function, enter, streams=streams))
 
 
 def watched(function: Callable[..., Any], enter: Enter, *, streams: bool = False) -> Callable[..., Any]:
@@ -31,7 +31,7 @@ def watched(function: Callable[..., Any], enter: Enter, *, streams: bool = False
 
 
 def wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace the function `name` of a module, class or object by `wrap` of it; a second time changes nothing.
+    """Replace the function `name` of a module, class or object for good; a second time changes nothing.
 
     >>> import types
     >>> tools = types.SimpleNamespace(add=lambda a, b: a + b)
@@ -40,34 +40,37 @@ def wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     >>> tools.add(1, 2)
     30
     """
-    function = getattr(owner, name)
-    if not hasattr(function, _WRAPPED):
-        wrapped = functools.wraps(function)(wrap(function))
-        setattr(wrapped, _WRAPPED, True)
-        setattr(owner, name, wrapped)
+    Patches().replace(owner, name, wrap)
 
 
 class Patches:
-    """Functions of modules and classes that are replaced until `restore`."""
+    """Functions of modules, classes and objects that are replaced until `restore`."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Any, str], tuple[Any, Any]] = {}
-        """The original and what replaced it, by owner and name."""
+        self._made: list[tuple[Any, str, Any, Any]] = []
+        """Each owner and name, the owner's own function (None: it inherits), and what replaced it."""
 
     def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         """Replace the function `name` of `owner` by `wrap` of it; a second time changes nothing."""
-        if (owner, name) not in self._made:
-            original = getattr(owner, name)
-            patched = functools.wraps(original)(wrap(original))
+        function = getattr(owner, name)
+        if not hasattr(function, _WRAPPED):
+            patched = functools.wraps(function)(wrap(function))
+            setattr(patched, _WRAPPED, True)
+            self._made.append((owner, name, vars(owner).get(name), patched))
             setattr(owner, name, patched)
-            self._made[owner, name] = original, patched
 
     def restore(self) -> None:
         """Put the originals back, except where somebody else has replaced the function since."""
-        for (owner, name), (original, patched) in self._made.items():
+        for owner, name, own, patched in self._made:
             if getattr(owner, name) is patched:
-                setattr(owner, name, original)
+                delattr(owner, name) if own is None else setattr(owner, name, own)
         self._made.clear()
+
+
+@functools.cache
+def watches() -> Patches:
+    """The functions that `watch` has replaced in this process."""
+    return Patches()
 
 
 @contextmanager

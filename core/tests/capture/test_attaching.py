@@ -11,13 +11,14 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from testing_aids import run_python
 
 import agl_core
-from agl_core.capture import Identity
+from agl_core.capture import AttemptContext, Identity, Recording, current_identity, identify, running, watch
 from agl_core.capture.attaching import bootstrap_variables
 from agl_core.types import AttemptKey
 
@@ -58,6 +59,26 @@ def test_an_adapter_is_attached_once_when_its_framework_is_imported(framework: s
     agl_core.attach([adapter]).detach()
     agl_core.attach([adapter])
     assert adapter.calls == 2, "at once: it is imported already"
+
+
+def test_what_an_adapter_watches_ends_when_it_is_detached() -> None:
+    class Agent:
+        def run(self) -> Identity | None:
+            return current_identity()
+
+    class OwnAgent(Agent):
+        pass
+
+    def naming(agent: str) -> Any:
+        return SimpleNamespace(framework="json", attach=lambda: watch(OwnAgent, "run", lambda _: identify(agent)))
+
+    for name in ("first", "second"):
+        attachment = agl_core.attach([naming(name)])
+        with running(AttemptContext("r", 0, "http://127.0.0.1:9", "key", Recording())):
+            assert OwnAgent().run() == Identity(name)
+            attachment.detach()
+            assert OwnAgent().run() is None
+    assert "run" not in vars(OwnAgent), "it inherits again"
 
 
 def test_an_adapter_that_fails_is_reported_and_the_import_works(

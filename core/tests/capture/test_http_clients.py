@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,8 +22,7 @@ import urllib3
 
 import agl_core
 from agl_core.capture import AttemptContext, Identity, Recording, identify, running
-from agl_core.capture.requests import HEADER_ROLLOUT, HTTP_LIBRARIES, Stamper
-from agl_core.capture.watching import Patches
+from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_server.testing import LeasedAttempt, Stack, running_stack
 
 pytestmark = pytest.mark.usefixtures("attached")
@@ -102,23 +102,19 @@ def test_any_name_makes_a_header_that_is_legal(wire: Wire, name: str) -> None:
 
 
 def test_a_resolver_is_asked_where_nobody_entered_an_identity(wire: Wire) -> None:
-    stamper, answers = Stamper(), iter([None, Identity("from-trace", parent_span="turn-1")])
+    answers = iter([None, Identity("from-trace", parent_span="turn-1")])
 
     def broken() -> Identity | None:
         raise RuntimeError("trace is gone")
 
-    stamper.resolvers += [broken, lambda: next(answers)]
-    patches = Patches()
-    HTTP_LIBRARIES[wire.library.__name__](wire.library, stamper, patches)
+    resolvers = (broken, lambda: next(answers))
+    agl_core.attach(SimpleNamespace(framework="json", attach=lambda asked=asked: asked) for asked in resolvers)
     active = attempt()
-    try:
-        with wire.library.Client(transport=wire.transport) as client, running(active):
+    with wire.library.Client(transport=wire.transport) as client, running(active):
+        client.get(f"{BASE}/v1")
+        client.get(f"{BASE}/v1")
+        with identify("entered"):
             client.get(f"{BASE}/v1")
-            client.get(f"{BASE}/v1")
-            with identify("entered"):
-                client.get(f"{BASE}/v1")
-    finally:
-        patches.restore()
     assert [stamp.get("x-agl-agent") for stamp in wire.stamps()] == [None, "from-trace", "entered"]
     assert active.recording.problems == ("Asking a framework who makes a call failed: RuntimeError: trace is gone",)
 
