@@ -60,6 +60,8 @@ class Play:
         self._together = scenario.together
         self._arrived: Counter[str] = Counter()
         self._replies: Counter[tuple[str, int]] = Counter()
+        self._schemas: set[str] = set()
+        """The agents whose requests have the fields of their schema."""
         self._met = asyncio.Event()
 
     async def __call__(self, received: Received) -> Step:
@@ -74,9 +76,13 @@ class Play:
         rollout = int(numbered[1]) if numbered else 0
         key = (name, rollout)
         self._replies[key] += 1
-        says = self._agents[name].says
+        agent, says = self._agents[name], self._agents[name].says
         if self._replies[key] > len(says):
             return self._fault(f"{name} calls more often than its script has replies", text)
+        if agent.answers and all(field in json.dumps(received.body) for field in agent.answers.model_fields):
+            self._schemas.add(name)
+        if agent.answers and self._replies[key] == len(says) and name not in self._schemas:
+            self.faults.append(f"{name} is to answer by a schema, and no request had it")
         return says[self._replies[key] - 1]
 
     async def _meet(self, name: str) -> None:
@@ -157,12 +163,10 @@ def _of_branches(branches: Sequence[list[Turn]], calls: Sequence[Sequence[Transi
     """Calls may come in any order that keeps the order of each branch."""
     wrong = []
     for call in calls:
-        tried = [(branch, _of_call(branch[0], call)) for branch in branches if branch]
-        fitting = next((branch for branch, differs in tried if not differs), None)
-        if fitting is None:
-            wrong += [f"fits no branch: {_shown(call)}", *(text for _, differs in tried for text in differs)]
-        else:
-            fitting.pop(0)
+        tried = [(_of_call(branch[0], call), branch) for branch in branches if branch]
+        differs, nearest = min(tried, key=lambda pair: len(pair[0]), default=(["one call too many"], [None]))
+        wrong += differs
+        nearest.pop(0)
     return wrong + [f"no call for {turn}" for branch in branches for turn in branch]
 
 

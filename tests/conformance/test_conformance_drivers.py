@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from agl_core.testing.scripts import CallTools, Say
 from agl_server.testing import running_stack
 
 from ..support.testing_aids import blocks
-from .driver import Driver, Gap
-from .drivers import DRIVERS, ByHeaders
+from .driver import Driver, Gap, Program, Scenario, Setting
+from .drivers import DRIVERS, ByHand, ByHeaders
 from .example_driver import TinyDriver
 from .make_page import PAGE, render
 from .scenarios import SCENARIOS, cells, turns
@@ -50,7 +51,7 @@ def test_one_command_plays_the_driver_of_a_third_party(tmp_path: Path) -> None:
     shutil.copy(HERE / "example_driver.py", tmp_path / "their_module.py")
     command = [sys.executable, "-m", "pytest", HERE / "test_conformance_cells.py", "-q", "-rA"]
     played = subprocess.run(
-        [*command, "--driver", "their_module:TinyDriver", "-p", "no:cacheprovider"],
+        [*command, "--driver", "their_module:TinyDriver", "-p", "no:cacheprovider", "-p", "no:timeout"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -71,10 +72,28 @@ class Nameless(TinyDriver):
             yield
 
 
+class Schemaless(ByHand):
+    """Asks for any answer."""
+
+    def build(self, scenario: Scenario, setting: Setting) -> Program:
+        agents = tuple(replace(agent, answers=None) for agent in scenario.agents)
+        return super().build(replace(scenario, agents=agents), setting)
+
+
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_wrong_with_a_driver_is_found(bench: Any, cell_of: Any) -> None:
-    with pytest.raises(AssertionError, match="the agent of"):
-        await bench.check(cell_of(Nameless(), "parallel tools"))
+@pytest.mark.parametrize(
+    ("driver", "scenario", "fault"),
+    [
+        (Nameless(), "parallel tools", "the agent of"),
+        (Schemaless(), "structured output", "clerk is to answer by a schema"),
+    ],
+    ids=["names", "a schema"],
+)
+async def test_what_is_wrong_with_a_driver_is_found(
+    driver: Driver, scenario: str, fault: str, bench: Any, cell_of: Any
+) -> None:
+    with pytest.raises(AssertionError, match=fault):
+        await bench.check(cell_of(driver, scenario))
 
 
 @pytest.mark.asyncio(loop_scope="module")

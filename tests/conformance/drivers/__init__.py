@@ -9,7 +9,7 @@ from .langgraph_agents import LangChain
 from .opentelemetry_spans import OpenTelemetry
 from .sdk_agents import OpenAIAgents
 
-__all__ = ["DRIVERS", "ByHeaders"]
+__all__ = ["DRIVERS", "ByHand", "ByHeaders"]
 
 DRIVERS: tuple[Driver, ...] = (
     LangChain(),
