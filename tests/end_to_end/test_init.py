@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agl_command import Agl, agl_in_process  # noqa: F401
+from agl_command import Agl, agl_in_process, core_and_server_alone  # noqa: F401
 from testing_aids import run_command
 
 from agl_core.config.load import load
@@ -144,6 +144,13 @@ def test_without_a_model_one_to_start_with_is_offered_and_tasks_with_verifiers(f
     assert 'source = "reasoning_gym"' in ended.stdout
     model = tomllib.loads((folder / "train.toml").read_text())["policies"]["default"]["model"]
     assert model == {"path": "Qwen/Qwen2.5-0.5B-Instruct"}
+
+
+@pytest.mark.usefixtures("folder", "core_and_server_alone")
+def test_files_are_written_without_an_engine(agl: Agl) -> None:
+    ended = agl("init", "plain.py")
+    assert ended.returncode == 0, ended.stderr
+    assert "next: agl doctor train.toml" in ended.stdout
 
 
 def test_an_agent_file_that_is_not_there_is_named(folder: Path, agl: Agl) -> None:

@@ -102,6 +102,15 @@ def agl_in_process(
 
 
 @pytest.fixture
+def core_and_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other package of agl seems to be installed."""
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points",
+        lambda group: [entry for entry in entry_points(group=group) if entry.dist.name in ("agl-core", "agl-server")],
+    )
+
+
+@pytest.fixture
 def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The test's folder as the one in which a user runs a command here; what is imported from it goes with it."""
     monkeypatch.chdir(tmp_path)

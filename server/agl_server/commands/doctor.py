@@ -100,14 +100,15 @@ def _checked(subject: str, findings: Findings) -> Findings:
     try:
         yield from findings
     except AglError as error:
-        text, _, remedy = str(error).partition(". ")
+        text, _, remedy = str(error).partition(":\n  " if str(error).split("\n")[0].endswith(":") else ". ")
         yield Finding("FAIL", subject, text, remedy or "see above")
 
 
 def _plugins() -> Findings:
     plugins = Plugins.load()
     for kind in (kinds.ENGINE, kinds.ALGORITHM, kinds.ADAPTER):
-        yield Finding("ok", f"{kind}s", ", ".join(sorted(plugins.components(kind))) or "none")
+        names = ", ".join(sorted(plugins.components(kind)))
+        yield Finding("ok" if names else "note", f"{kind}s", names or "none is installed")
     for broken in plugins.broken:
         text = f"'{broken.name}' of {broken.origin} cannot be used ({broken.error})"
         yield Finding("note", "plugins", text, "fix, reinstall or uninstall it; what it brings is missing")

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,13 @@ from typing import Annotated, Any
 
 import typer
 
+from agl_core import kinds
 from agl_core.capture import installed_adapters
 from agl_core.client.agent import agent_environment, client_variables, load_agent, load_module
 from agl_core.config.load import load
 from agl_core.errors import AgentError, ConfigError
+from agl_core.kinds import Kind
+from agl_core.plugins import Plugins
 from agl_server.builtin.tasks import FileOptions, RowTasks, jsonl_tasks
 
 File = Annotated[Path, typer.Argument(help="The Python file of your agent; the new files are written beside it.")]
@@ -130,7 +133,8 @@ def init(agent: File, entry: Entry = None, model: Model = FIRST_MODEL, force: Fo
     typer.echo(f"agent: {kind} {own.function} in {own.file}, which takes {takes}")
     unknown = "none that an installed adapter knows; its LLM calls are recorded all the same"
     typer.echo(f"framework: {', '.join(own.frameworks) or unknown}")
-    written = write_files(own, model, force=force)
+    can_train = "torch" in Plugins.load().components(kinds.ENGINE)
+    written = write_files(own, model, force=force, needs=kinds.KINDS if can_train else (kinds.TASK_SOURCE,))
     for path in written:
         typer.echo(f"wrote {path}")
     typer.echo(f"model: {model}; any other folder or hub name will do, in {CONFIG}")
@@ -141,7 +145,7 @@ def init(agent: File, entry: Entry = None, model: Model = FIRST_MODEL, force: Fo
         )
     else:
         typer.echo(f"tasks: {tasks} was there, and is used as it is")
-    typer.echo(f"next: agl train {own.file.parent / CONFIG}")
+    typer.echo(f"next: agl {'train' if can_train else 'doctor'} {own.file.parent / CONFIG}")
 
 
 def read_agent_file(file: Path, function: str | None) -> AgentFile:
@@ -185,8 +189,8 @@ def _keys(function: Callable[..., object]) -> list[str]:
     return list(dict.fromkeys(key for _, key in named))
 
 
-def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
-    """Write the files beside the agent's, but for tasks that are there, and check that they make a run.
+def write_files(agent: AgentFile, model: str, *, force: bool, needs: Collection[Kind] = kinds.KINDS) -> list[Path]:
+    """Write the files beside the agent's, but for tasks that are there, and check that they make a run (see `load`).
 
     ConfigError, without a change, if another of them is there already (unless `force`), or if they make none.
     """
@@ -201,7 +205,7 @@ def write_files(agent: AgentFile, model: str, *, force: bool) -> list[Path]:
     try:
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
-        load(folder / CONFIG)
+        load(folder / CONFIG, needs=needs)
     except BaseException:
         for path in files:
             with suppress(OSError):

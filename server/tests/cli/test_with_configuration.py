@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from agl_command import Agl, agl_in_process  # noqa: F401
+from agl_command import Agl, agl_in_process, core_and_server_alone  # noqa: F401
 
 from agl_core import capture
 from agl_core.testing.scripts import CallTools, Say
@@ -206,6 +207,17 @@ def test_doctor_finds_what_keeps_a_run_from_its_start(
     [broken] = [line for line in result.stdout.splitlines() if line.startswith("FAIL")]
     assert (result.returncode, problem in broken) == (1, True), result.stdout
     assert not (running.folder / "starts.txt").exists()
+
+
+@pytest.mark.usefixtures("core_and_server_alone")
+def test_doctor_names_all_packages_that_are_not_installed(running: Bench, doctor: Doctor) -> None:
+    changed = CONFIG.replace('"plain"', '"grpo"').replace('name = "elsewhere"\n', 'name = "torch"\n')
+    running.script("train.toml", f"{changed}\n    [rewards.exact_match]\n")
+    result = doctor("train.toml")
+    assert result.stdout.count("FAIL") == 1, result.stdout
+    assert "note  engines: none is installed" in result.stdout
+    named = re.findall(r"\[(.+?)\] .* in (\S+), which is not installed here", result.stdout)
+    assert named == [("engine", "agl-torch"), ("algorithm", "agl-algorithms"), ("rewards", "agl-rewards")]
 
 
 BROKEN = {
