@@ -78,9 +78,10 @@ async def test_agents_of_langgraphs_own_prebuilt(way: str, config: Any, server: 
     team.add_node("first", create_react_agent(llm, [], name="alice"))
     team.add_node("second", lambda state: bob.invoke(state))
     team.add_node("third", create_react_agent(llm, []))
+    team.add_node("fourth", create_agent(llm, []))
     team.add_node("agent", lambda state: {"messages": [llm.invoke(state["messages"])]})
     team.add_edge(START, "first")
-    for before, after in itertools.pairwise(("first", "second", "third", "agent")):
+    for before, after in itertools.pairwise(("first", "second", "third", "fourth", "agent")):
         team.add_edge(before, after)
     nested = StateGraph(MessagesState).add_node("team", team.compile(name="team")).add_edge(START, "team").compile()
     with running(attempt()):
@@ -90,7 +91,7 @@ async def test_agents_of_langgraphs_own_prebuilt(way: str, config: Any, server: 
             await nested.abatch([QUESTION], config)
         else:
             _ = [part async for part in nested.astream(QUESTION, config, stream_mode="messages")]
-    assert server.agents() == ["alice", "bob", "third", "agent"]
+    assert server.agents() == ["alice", "bob", "third", "fourth", "agent"]
 
 
 @pytest.mark.parametrize("make", [create_agent, create_react_agent])

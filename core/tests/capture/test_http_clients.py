@@ -60,7 +60,9 @@ def test_rollout_agent_and_parent_span_are_stamped(wire: Wire) -> None:
     with wire.library.Client(transport=wire.transport) as client, running(attempt()):
         client.post(f"{BASE}/v1/chat/completions", json={})
         with identify("solver", span="s2", parent_span="s1"):
-            client.post(f"{BASE}/v1/chat/completions", json={})
+            client.post(f"{BASE}/v1/messages", json={}, headers={"x-api-key": "the client's own"})
+    assert [request.headers.get("x-api-key") for request in wire.requests] == [None, "key"]
+    assert {request.headers["authorization"] for request in wire.requests} == {"Bearer key"}
     assert wire.stamps() == [
         {"x-agl-rollout": "r1/2"},
         {"x-agl-rollout": "r1/2", "x-agl-agent": "solver", "x-agl-parent-span": "s1"},
