@@ -237,7 +237,8 @@ class TestGroupRules:
         [error] = {error for _, errors in scored for error in errors}
         assert all(errors for one, errors in scored if one.dropped), "each says why"
         assert problem in str(error)
-        assert error.__notes__[0].startswith("The reward rule 'bad' failed on rollout r")
+        [note] = error.__notes__
+        assert note.startswith("The reward rule 'bad' failed on rollout r")
         scored = await self.scored(group, ScoringRule("bad", GroupRewardRule(rule), 0.0), end)
         assert [e.dropped for e, _ in scored] == [None] * 3
         assert len({error for _, errors in scored for error in errors}) == 1
