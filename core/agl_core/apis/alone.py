@@ -82,20 +82,8 @@ class LocalRollout:
             except (ApiError, ValueError, TypeError, KeyError, AttributeError) as error:
                 report_problem(f"Reading a call to {sent.address}", error)
                 bypassed[sent.address] += 1
-        rollout = Rollout(
-            id=id,
-            run="alone",
-            restart=0,
-            group=self.task.id,
-            task=self.task,
-            # agl did not fix the sampling, so it is no training data.
-            mode=Mode.EVAL_SAMPLED,
-            step=0,
-            member=member,
-            state=RolloutState.DONE,
-            counted_attempt=0,
-            ending=self._record.ending,
-        )
+        task, mode, ending = self.task, Mode.EVAL_SAMPLED, self._record.ending  # agl did not fix its sampling.
+        rollout = Rollout(id, "alone", 0, task.id, task, mode, 0, member, RolloutState.DONE, 0, ending)
         return build_episode(
             rollout,
             replace(self._record, bypassed=dict(bypassed) or None),

@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError
 
 import agl_core
-from agl_core import Capability, CreditKind, Task, hookimpl, hooks, kinds
+from agl_core import Capability, CreditKind, Task, builtin, hookimpl, hooks, kinds
 from agl_core.config.resolve import ChosenComponent
 from agl_core.errors import EngineError, PluginError
 from agl_core.kinds import Component, Kind, Register
@@ -119,6 +119,11 @@ def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
     with pytest.raises(PluginError, match=r"plugin here cannot be used: .*register_engine"):
         plugins.register(Misspelt(), "here")
     plugins.register(OneComponent(kinds.ENGINE, "mine", build_engine), "here")
+
+
+def test_a_file_that_is_installed_too_is_one_plugin() -> None:
+    plugins = Plugins.load([Path(builtin.__file__)])
+    assert plugins.component(kinds.CREDIT, "identical", "here").origin.startswith("agl-core ")
 
 
 @pytest.mark.parametrize(
