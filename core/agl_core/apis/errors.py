@@ -65,9 +65,7 @@ def stopping() -> ApiError:
 
 def store_failed() -> ApiError:
     """The 503 for a model call that could not be recorded, for instance on a full disk."""
-    message = (
-        "agl could not record this call, and so does not answer it; the server's log says why. It may be tried again."
-    )
+    message = "agl could not record this call, so it does not answer; its log says why. The call may be tried again."
     return _away(message, "store_failed", 5)
 
 
