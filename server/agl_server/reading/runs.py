@@ -91,7 +91,7 @@ def run_folders(runs: Path) -> list[Path]:
 def open_store(folder: Path, *, read_only: bool = True) -> Store:
     """The store of a run or of a capture, to be opened with `async with`."""
     chosen = read_settings(folder).get("store", {"name": "sqlite"})
-    if chosen == {"name": "sqlite"}:
+    if chosen.get("name") == "sqlite" and not chosen.get("sqlite"):
         return SqliteStore(folder / _STORE, read_only=read_only)  # Finding its plugin would take a while.
     # The run may be somebody else's: none of its plugin files is imported.
     loaded = load(folder / CONFIG_FILE, needs=STORED, plugins=Plugins.load())

@@ -145,6 +145,14 @@ def test_pruned_runs_are_smaller(trained: Any) -> None:
     assert (nothing[0]["rollouts"], nothing[0]["checkpoints"]) == (0, [])
 
 
+@pytest.mark.parametrize("store", [{}, {"store": {"name": "sqlite", "sqlite": {}}}])
+def test_a_run_with_a_setting_that_is_no_more_is_read(run: Any, store: Any) -> None:
+    run.write("runs/calc/config.toml", folder=str(run.folder), train={"gone": 1}, **store)
+    for command in (["rollouts", "calc"], ["export", "calc", "--to=episodes", "--out=out"]):
+        assert run.agl(*command).exit_code == 0
+    assert (run.folder / "out").is_file()
+
+
 def test_a_run_is_removed_once_that_is_confirmed(trained: Any) -> None:
     run = trained
     run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
