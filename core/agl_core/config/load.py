@@ -166,6 +166,8 @@ def _apply(data: dict[str, Any], override: str) -> Key:
         key.append("name")  # The table keeps the settings of plugins.
     table = data
     for depth, part in enumerate(key[:-1], start=1):
+        if part in _CHOICES and isinstance(table.get(part), str):
+            table[part] = {"name": table[part]}
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--set {override}: '{'.'.join(key[:depth])}' is a value, not a table with keys.")

@@ -122,6 +122,11 @@ def test_a_plugin_is_chosen_by_its_name_alone_and_tables_stay(loaded: Load) -> N
         ("policies", "default", "credit", "name"),
     }
     assert data["algorithm"] == {"name": "dpo", "grpo": {"epochs": 2}}
+    apply_overrides(data := {"algorithm": "grpo", "policies": {"a": {"credit": "air"}}}, [
+        "algorithm.dpo.beta=0.5", "algorithm=dpo", "policies.a.credit=whole",
+    ])  # fmt: skip
+    chosen = {"name": "dpo", "dpo": {"beta": 0.5}}
+    assert data == {"algorithm": chosen, "policies": {"a": {"credit": {"name": "whole"}}}}
     credit = loaded({}).config.credit.name
     assert loaded({"credit": credit}).config.credit.name == credit
     with pytest.raises(ConfigError, match=r"no credit 'idetical'.*It comes from --set"):
