@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import agl_core
 from agl_core.cli import app
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import ToolStatus
+from agl_core.types import Mode, ToolStatus
 from agl_rewards import evaluators
 
 README = (Path(__file__).parents[2] / "README.md").read_text().partition("\n## Two commands\n")[0]
@@ -58,11 +59,17 @@ def test_an_episode_of_a_callback_has_its_task_its_answer_and_its_transitions(pl
     [
         (["--set", "brevty.limit=8"], "brevty: there is no such rule. Did you mean 'brevity'?"),
         (["--set", "brevity.limt=8"], "[brevity] limt: reward 'brevity' (my_rewards.py) does not honour it"),
+        (["--set", "brevity.rule=right"], "[brevity] rule: has no effect here"),
+        (["copy.py"], "Two rules are named 'brevity': my_rewards.py, copy.py."),
+        (["train"], "Give one configuration"),
+        (["--run", "."], "my_rewards.py is no configuration"),
         (["--set", "brevity.limit=short"], "[brevity] limit: must"),
         (["--run", "nothing.jsonl"], "nothing.jsonl cannot be read"),
     ],
 )
 def test_a_mistake_is_named(played: Path, arguments: list[str], problem: str) -> None:
+    (played / "train").touch()
+    (played / "copy.py").write_text(RULES.replace("def right", "def other"))
     tried = CliRunner().invoke(app, ["reward", "try", "my_rewards.py", "--run", "episodes.jsonl", *arguments])
     assert problem in str(tried.exception)
 
@@ -74,6 +81,14 @@ def test_a_rule_that_fails_is_named_and_the_others_are_shown(played: Path) -> No
     assert "brevity" in tried.output
     assert "right" in str(tried.exception)
     assert "KeyError: 'anser'" in str(tried.exception)
+
+
+@pytest.mark.parametrize(("options", "rewarded"), [([], 2), (["--set", 'brevity.modes=["train"]'], 0)])
+def test_episodes_of_every_mode_are_scored(played: Path, options: list[str], rewarded: int) -> None:
+    used = [replace(episode, mode=Mode.USE) for episode in agl_core.load_episodes(played / "episodes.jsonl")]
+    agl_core.save_episodes("used.jsonl", used)
+    tried = CliRunner().invoke(app, ["reward", "try", "my_rewards.py", "--run", "used.jsonl", "--json", *options])
+    assert ["brevity" in row["rewards"] for row in json.loads(tried.output)].count(True) == rewarded
 
 
 def test_runs_of_one_task_are_a_group_and_a_weight_counts(played: Path) -> None:

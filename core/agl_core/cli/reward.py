@@ -19,7 +19,7 @@ from agl_core.errors import ConfigError, PluginError, nearest
 from agl_core.learning.rewards import ScoringRule, try_rules
 from agl_core.learning.transitions import load_episodes
 from agl_core.plugins import Plugins, import_file
-from agl_core.types import Episode
+from agl_core.types import Episode, Mode
 
 Rules = Annotated[list[str], typer.Argument(metavar="RULES", help="A file of yours (.py), or installed rules by name.")]
 EpisodesFile = Annotated[Path, typer.Option("--run", help="Episodes, as agl_core.save_episodes writes them.")]
@@ -42,19 +42,25 @@ def try_(rules: Rules, run: EpisodesFile, set_: Set = [], as_json: AsJson = Fals
     else:
         _print(Screen(), scored)
     if failures:
-        raise PluginError("\n  ".join(["Reward rules failed. Their episodes have no reward:", *failures]))
+        raise PluginError(
+            "\n  ".join(["Reward rules failed. One with a weight leaves its episodes without a reward:", *failures])
+        )
 
 
 def rules_of(names: Sequence[str], overrides: Sequence[str] = ()) -> list[ScoringRule]:
     """Rules of plugin files or installed, with settings from `RULE.SETTING=VALUE`. ConfigError if one is wrong."""
-    components = dict[str, Any]()
+    components = dict[str, kinds.Component]()
     for name in names:
         if name.endswith(".py"):
             own = Plugins()  # Without those that are installed: the file may be the source of one.
             own.register(import_file(Path(name)), name)
-            components |= own.components(kinds.REWARD)
+            found = own.components(kinds.REWARD)
         else:
-            components[name] = Plugins.load().component(kinds.REWARD, name, "agl reward try")
+            found = {name: Plugins.load().component(kinds.REWARD, name, "agl reward try")}
+        for rule in found.keys() & components.keys():
+            if found[rule].build is not components[rule].build:
+                raise ConfigError(f"Two rules are named '{rule}': {components[rule].origin}, {found[rule].origin}.")
+        components |= found
     if not components:
         raise ConfigError(f"{names[0]} has no reward rule: decorate a function with @agl_core.reward_rule.")
     settings: dict[str, Any] = {}
@@ -65,9 +71,11 @@ def rules_of(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Scorin
     for name, component in components.items():
         table = report.validated(RewardSection, settings.get(name, {}), (name,))
         options = table and report.validated(component.options, table.settings, (name,), component.label)
-        if table and options:
-            rule = component.build(options)
-            rules.append(ScoringRule(name, rule, table.weight, frozenset(table.modes), table.time_limit))
+        if table and table.rule:
+            report.add((name, "rule"), "has no effect here. Name the rule as an argument.")
+        elif table and options:
+            modes = table.modes if "modes" in table.model_fields_set else tuple(Mode)
+            rules.append(ScoringRule(name, component.build(options), table.weight, frozenset(modes), table.time_limit))
     report.raise_if_any()
     return rules
 

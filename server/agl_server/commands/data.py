@@ -133,9 +133,14 @@ def try_(
     For instance: agl reward try train.toml --set credit.name=discounted --rollout s4-g1-m0
     """
     file = Path(config[0])
-    if len(config) > 1 or file.suffix in ("", ".py"):
-        if run is None or rollout or step is not None:
-            raise ConfigError(f"{file} is no configuration: name the episodes to try it on: --run episodes.jsonl")
+    names = [name for name in map(Path, config) if name.suffix == ".py" or not (name.suffix or name.is_file())]
+    if len(config) > max(1, len(names)):
+        raise ConfigError("Give one configuration, or nothing but reward rules.")
+    if names:
+        if run is None or run.is_dir() or rollout or step is not None:
+            raise ConfigError(
+                f"{file} is no configuration. Without one, rules are tried on a file of episodes: --run episodes.jsonl"
+            )
         try_rules(config, run, set_, as_json)
         return
     if rollout and step is not None:

@@ -204,6 +204,8 @@ def test_episodes_in_a_file_are_judged_and_those_of_training_credited(run: Any) 
     assert "recorded in: episodes.jsonl" in result.output
     assert "3 of 3 rollouts change" in result.output
     assert "s1-g0-m1" not in run.agl(*TRY, "--run=episodes.jsonl", "--rollout=s1-g0-m0").output
+    run.write("train")
+    assert run.agl(*TRY[:-1], "train").exit_code == 0, "a configuration needs no suffix"
 
 
 def test_a_rollout_that_was_too_old_for_training_stays_out_of_its_group(run: Any) -> None:
