@@ -100,7 +100,7 @@ class Component:
     """An engine's own, for the settings of algorithms."""
 
     def __post_init__(self) -> None:
-        if self.kind == CREDIT and not self.yields:
+        if self.kind == CREDIT and (not self.yields or isinstance(self.yields, str)):
             raise TypeError(f"{self.kind} '{self.name}' must say what its values are: yields={{CreditKind.RETURN}}")
 
     @property

@@ -242,7 +242,7 @@ def import_file(file: Path) -> ModuleType:
     add_to_path(file.parent)
     path = str(file.resolve())
     for name, known in [*sys.modules.items()]:  # An installed plugin may have it under another name.
-        if name != "__main__" and getattr(known, "__file__", None) == path:
+        if name != "__main__" and getattr(known, "__dict__", {}).get("__file__") == path:
             return known
     spec = importlib.util.spec_from_file_location(file.stem, path)
     assert spec is not None

@@ -126,9 +126,10 @@ class LoadedConfig:
 
     @property
     def compares(self) -> bool:
-        """True if a rule or an algorithm compares several rollouts of each task."""
+        """True if a rule or an algorithm compares several rollouts of each task; what is imitated is not compared."""
         trained_by = (part for plan in self.policies.values() for part in (plan.algorithm, plan.credit))
-        return any(Capability.GROUPS in part.needs for part in (*trained_by, *self.rewards.values()))
+        compared = any(Capability.GROUPS in part.needs for part in (*trained_by, *self.rewards.values()))
+        return compared and not self.imitates
 
     @property
     def is_rewarded(self) -> bool:

@@ -9,6 +9,7 @@ import ctypes
 import inspect
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -58,11 +59,11 @@ class ScoringRule:
     """Seconds for one call of it; None: the default of its kind (`_call`)."""
 
 
-_AT_ONCE = 8
-"""Calls of async rules under way at a time: a hosted model takes more, a small service is busy with these."""
+_AT_ONCE = 16
+"""Calls of an async rule under way at a time: a hosted model takes more, a small service is busy with these."""
 
-_TURNS = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[asyncio.Lock, asyncio.Semaphore]]()
-"""For functions, one at a time, and for async rules; waiting for a turn is no time of the rule's."""
+_TURNS = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[asyncio.Lock, defaultdict[str, asyncio.Semaphore]]]()
+"""For functions, one at a time, and for each async rule; waiting for a turn is no time of the rule's."""
 
 
 async def score_all(
@@ -98,7 +99,7 @@ async def score(
         if isinstance(scoring.rule, GroupRewardRule) or episode.mode not in scoring.modes:
             continue
         try:
-            judging.give(scoring, await _call(scoring.rule, episode, scoring.time_limit))
+            judging.give(scoring, await _call(scoring, scoring.rule, episode))
         except SandboxLimitError as error:
             judging.give(scoring, 0.0)
             judging.report(scoring, error)
@@ -161,7 +162,7 @@ async def _compare(group: Sequence[_EpisodeScores], rules: Sequence[ScoringRule]
         assert isinstance(scoring.rule, GroupRewardRule)
         try:
             episodes = [scores.episode for scores in group]
-            values = list(await _call(scoring.rule.reward, episodes, scoring.time_limit))
+            values = list(await _call(scoring, scoring.rule.reward, episodes))
             if len(values) != len(group):
                 raise ValueError(f"it gave {len(values)} values for {len(group)} episodes; one for each is needed")
         except Exception as error:
@@ -315,16 +316,17 @@ def _reward(episode: Episode, name: str, value: float, source: str) -> Reward:
     return Reward(rollout=episode.rollout, attempt=episode.attempt, name=name, value=value, source=source)
 
 
-async def _call(rule: Callable[[Argument], Any], argument: Argument, time_limit: float | None) -> Any:
-    """The value of a rule. TimeoutError if it takes longer than `time_limit`, or than the default of its kind.
+async def _call(scoring: ScoringRule, rule: Callable[[Argument], Any], argument: Argument) -> Any:
+    """The value of a rule. TimeoutError if it takes longer than its time limit, or than the default of its kind.
 
     A function is called in a thread; an async one runs on the event loop of all rules. So a rule that never returns
     costs its own time, not the server's. A thread cannot be ended while it is inside a single call of C code, nor do
     others run if that holds Python's lock, as `re` does: such a rule belongs in a sandbox.
     """
+    time_limit = scoring.time_limit
     if isinstance(rule, IsolatedRule):
         return await rule(argument, time_limit or SANDBOX_SECONDS)  # type: ignore[arg-type]
-    turns = asyncio.Lock(), asyncio.Semaphore(_AT_ONCE)
+    turns = asyncio.Lock(), defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(_AT_ONCE))
     computing, waiting = _TURNS.setdefault(asyncio.get_running_loop(), turns)
     value: concurrent.futures.Future[Any] = concurrent.futures.Future()
     value.set_running_or_notify_cancel()
@@ -353,7 +355,7 @@ async def _call(rule: Callable[[Argument], Any], argument: Argument, time_limit:
         except SystemExit:
             raise RuntimeError("it raised SystemExit") from None
 
-    async with waiting:
+    async with waiting[scoring.name]:
         loop, thread = _rules_loop()
         running = asyncio.run_coroutine_threadsafe(awaited(), loop)
         if await _ended(running, seconds := time_limit or _SECONDS_TO_WAIT):

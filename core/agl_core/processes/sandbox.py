@@ -78,14 +78,14 @@ async def run_sandboxed(
     if the function raises, SandboxLimitError if it exceeds a limit.
     """
     functions = [argument for argument in arguments if inspect.isfunction(argument)]
-    job = {
-        "function": named(function),
-        "arguments": base64.b64encode(pickle.dumps(arguments)).decode(),
-        "seconds": seconds,
-        "reads": [str(path.absolute()) for path in reads],
-    }
     asked, server = request(_evaluate, function, *functions, prepare=prepare), _fork_server(os.getpid())
     async with _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE)):
+        job = {
+            "function": named(function),
+            "arguments": base64.b64encode(pickle.dumps(arguments)).decode(),
+            "seconds": seconds,
+            "reads": [str(path.absolute()) for path in reads],
+        }
         try:
             async with server.started(asked=asked, max_message=max_reply) as process:
                 process.send(job)

@@ -116,7 +116,7 @@ async def test_what_rules_wait_for_is_waited_for_together(episode: Episode) -> N
     assert [one.terminal for one, _ in scored] == [0.0, 1.0, 2.0]
 
 
-async def test_a_service_gets_a_few_requests_at_a_time_whatever_the_number_of_rules(episode: Episode) -> None:
+async def test_a_service_gets_a_few_requests_at_a_time_and_no_rule_waits_for_another(episode: Episode) -> None:
     open_now, most = 0, 0
 
     async def asks(e: Episode) -> float:
@@ -127,8 +127,24 @@ async def test_a_service_gets_a_few_requests_at_a_time_whatever_the_number_of_ru
         open_now -= 1
         return 1.0
 
-    scored = await score_all([episode] * 40, [ScoringRule("a", asks), ScoringRule("b", asks)], SCORE)
-    assert ({one.terminal for one, _ in scored}, most) == ({2.0}, 8)
+    free, begun = asyncio.Event(), threading.Semaphore(0)
+
+    async def is_stuck(e: Episode) -> float:
+        begun.release()
+        await free.wait()
+        return 1.0
+
+    async def frees(e: Episode) -> float:
+        free.set()
+        return 1.0
+
+    scored = await score_all([episode] * 40, [ScoringRule("asks", asks)], SCORE)
+    assert ({one.terminal for one, _ in scored}, most) == ({1.0}, 16)
+    stuck = asyncio.create_task(score_all([episode] * 40, [ScoringRule("stuck", is_stuck, time_limit=30)], SCORE))
+    for _ in range(16):
+        assert await asyncio.to_thread(begun.acquire, timeout=30)
+    await score_all([episode], [ScoringRule("frees", frees)], SCORE)
+    assert {one.terminal for one, _ in await stuck} == {1.0}
 
 
 class SilentError(Exception):

@@ -208,7 +208,7 @@ def check_agent(config: RunConfig, sources: Mapping[str, TaskSource], *, compare
     if all(source.members(index) < 2 for index in range(source.size)):
         raise ConfigError(
             "[tasks.train]: no recorded task has two rollouts, so nothing could be compared and all would be dropped. "
-            "Set an algorithm that compares no groups, such as 'reinforce++'."
+            "Set an algorithm that compares no groups, such as 'reinforce++', and reward rules that compare none."
         )
 
 
