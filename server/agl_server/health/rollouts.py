@@ -226,7 +226,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     }
     components, by_part = defaultdict[str, float](float), defaultdict[str, list[float]](list)
     for episode, reward in zip(episodes, rewards, strict=True):
-        for component in episode.rewards:
+        for component in () if episode.dropped is DropReason.REWARD_FAILED else episode.rewards:
             components[component.name] += component.value
         part = episode.task.metadata.get("part")
         if episode.task.id.startswith(f"{part}/"):  # It is of a mixture.

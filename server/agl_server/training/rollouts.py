@@ -189,7 +189,8 @@ class Collector:
         failed = {(episode.rollout, episode.attempt): errors for episode, errors in scored if errors}
         for attempt in await self.store.attempts(*(rollout for rollout, _ in failed)):
             texts = [t for e in failed.get(attempt.key, ()) if (t := failure_text(e)) not in (attempt.error or "")]
-            records.append(replace(attempt, error="\n".join(filter(None, [attempt.error, *texts])) or None))
+            if texts:
+                records.append(replace(attempt, error="\n".join(filter(None, [attempt.error, *texts]))))
         await self.store.put(*records)
         return [ScoredRollout(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
 

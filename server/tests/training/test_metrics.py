@@ -85,6 +85,8 @@ def test_a_rules_reward_is_its_sum_over_the_rollouts() -> None:
     parts = [Reward("a", 0, "tools", value, "tools", call) for value, call in ((0.25, "a-c0"), (-1.0, "a-c1"))]
     metrics = episode_metrics([replace(episode("a"), rewards=tuple(parts)), episode("b")])
     assert metrics["reward/tools"] == -0.375
+    failed = replace(episode("c"), rewards=tuple(parts), dropped=DropReason.REWARD_FAILED)
+    assert "reward/tools" not in episode_metrics([failed]), "it is not stored either"
 
 
 def changed() -> Episode:
