@@ -345,5 +345,6 @@ def check_serving(step: int, updates: Mapping[str, Numbers]) -> None:
                 f"have a mean probability of {metrics['prob_sampled_mean']:.3g} where they were sampled, and of "
                 f"{metrics['prob_trained_mean']:.3g} in training. They differ by {gap:.3g} on average "
                 f"(at most {_MAX_PROB_GAP:g}): probably the server has other weights than the trainer, or one of them "
-                f"changes the logits. When the cause is fixed, go on from the last checkpoint (agl train --resume)."
+                f"changes the logits. When the cause is fixed, go on from the last checkpoint (agl train --resume). "
+                "If they are meant to differ, set alarms.logprob_gap = false."
             )

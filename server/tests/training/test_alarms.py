@@ -204,7 +204,7 @@ async def test_a_server_that_is_not_what_is_trained_stops_the_run_with_both_numb
 ) -> None:
     bench = make_bench(tmp_path, steps=3, alarms=alarms)
     bench.engine.metrics = {"prob_gap_mean": gap, "prob_sampled_mean": 0.91, "prob_trained_mean": 0.12}
-    message = r"step 1\..*'default'.* 0\.91 where .*0\.12 in training.*other weights.*--resume"
+    message = r"step 1\..*'default'.* 0\.91 where .*0\.12 in training.*other weights.*--resume.*logprob_gap = false"
     with pytest.raises(TrainingError, match=message) if steps == 1 else nullcontext():
         await bench.trainer.train()
     assert len(bench.log.lines) == steps, "the numbers of the last step are recorded"
