@@ -174,8 +174,8 @@ def _print_attempt(screen: Screen, report: AttemptReport, group: GroupReport, wi
     counts = attempt.attempt == group.chosen.entry.rollout.counted_attempt
     ending = attempt.ending.value if attempt.ending else "running"
     screen.print(f"\nattempt {attempt.attempt}: {ending} ({'counts' if counts else 'does not count'})", style="bold")
-    if attempt.error:
-        screen.print(f"  {one_line(attempt.error, width)}", style="red")
+    for line in (attempt.error or "").splitlines():
+        screen.print(f"  {one_line(line, width)}", style="red")
     if attempt.ending is not None:
         screen.print(f"  {report.health.text}", style="green" if not report.health.symptoms else "yellow")
     for turn in report.turns:
@@ -228,7 +228,9 @@ def _algorithm(config: Mapping[str, Any], policy: str) -> str:
     chosen = config["policies"].get(policy, {}).get("algorithm") or config["algorithm"]
     name, settings = chosen["name"], chosen.get(chosen["name"], {})
     installed = Plugins.load().components(kinds.ALGORITHM).get(name)
-    usual = settings_of(installed.options.model_construct()) if installed else {}
+    if installed is None:
+        return str(name)
+    usual = settings_of(installed.options.model_construct())
     own = [f"{key} = {value}" for key, value in settings.items() if usual.get(key) != value]
     return f"{name} ({', '.join(own)})" if own else str(name)
 

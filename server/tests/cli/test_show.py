@@ -14,7 +14,18 @@ import pytest
 
 from agl_core.cli.screen import Screen
 from agl_core.learning.certificate import digest
-from agl_core.types import FinishReason, Recomputed, Reward, Run, Source, Task, ToolResult, ToolStatus, TrainingRecord
+from agl_core.types import (
+    Attempt,
+    FinishReason,
+    Recomputed,
+    Reward,
+    Run,
+    Source,
+    Task,
+    ToolResult,
+    ToolStatus,
+    TrainingRecord,
+)
 from agl_server.commands.train import print_summary
 from agl_server.training.checkpoints import RunState
 from agl_server.training.metrics import Summary
@@ -40,7 +51,17 @@ def test_rewards_have_their_provenance_and_the_group_its_credit(run: Any) -> Non
     algorithm = {"name": "grpo", "grpo": {"beta": 0.0, "epochs": 2}}
     run.put(Run("calc", 0, 0.0, {"policies": {}, "algorithm": algorithm}))
     assert "step 1, by grpo (epochs = 2): mean credit" in shown(run), "the settings that are no defaults"
+    run.put(Run("calc", 0, 0.0, {"policies": {}, "algorithm": {"name": "own", "own": {"epochs": 2}}}))
+    assert "step 1, by own: mean credit" in shown(run), "its defaults are not known"
     assert "agl show RUN ID" in run.agl("show", "runs/calc", "s1-g0-m0", "more").output
+
+
+def test_each_error_of_an_attempt_has_a_line(run: Any) -> None:
+    run.put(
+        *(replace(r, error="crash " * 60 + "\nrule") if isinstance(r, Attempt) else r for r in run.trained(1, "m0"))
+    )
+    lines = shown(run).splitlines()
+    assert lines[[line.startswith("  crash") for line in lines].index(True) :].count("  rule") == 1
 
 
 @pytest.mark.parametrize(
