@@ -117,13 +117,13 @@ async def test_what_rules_wait_for_is_waited_for_together(episode: Episode) -> N
 
 
 async def test_a_service_gets_a_few_requests_at_a_time_and_no_rule_waits_for_another(episode: Episode) -> None:
-    open_now, most = 0, 0
+    open_now, most, here = 0, 0, asyncio.Barrier(16)
 
     async def asks(e: Episode) -> float:
         nonlocal open_now, most
         open_now += 1
         most = max(most, open_now)
-        await asyncio.sleep(0.01)
+        await here.wait()  # Nobody goes on before sixteen are here.
         open_now -= 1
         return 1.0
 
@@ -138,7 +138,7 @@ async def test_a_service_gets_a_few_requests_at_a_time_and_no_rule_waits_for_ano
         free.set()
         return 1.0
 
-    scored = await score_all([episode] * 40, [ScoringRule("asks", asks)], SCORE)
+    scored = await score_all([episode] * 48, [ScoringRule("asks", asks, time_limit=30)], SCORE)
     assert ({one.terminal for one, _ in scored}, most) == ({1.0}, 16)
     stuck = asyncio.create_task(score_all([episode] * 40, [ScoringRule("stuck", is_stuck, time_limit=30)], SCORE))
     for _ in range(16):
