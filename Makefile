@@ -164,7 +164,7 @@ bench-capture: install ## Count what is captured of each framework (two minutes)
 
 # Nothing is installed for it: a GPU's machine has a torch of its own.
 gpu: ## Check and measure on one CUDA GPU with what PYTHON has (ten minutes); prints the figures
-	@PYTHONPATH="$(subst $(empty) ,:,$(foreach package,$(filter-out adapters/%,$(VERL_PACKAGES)),$(CURDIR)/$(package))):$$PYTHONPATH" \
+	@PYTHONPATH="$(subst $(empty) ,:,$(foreach package,$(filter-out adapters/% apps/% algorithms/verl,$(VERL_PACKAGES)),$(CURDIR)/$(package))):$$PYTHONPATH" \
 		$(PYTHON) -m tests.gpu
 
 policy: install ## Make the calc example's policy anew (a quarter of an hour)

@@ -57,7 +57,10 @@ def test_the_step_size_falls_along_a_cosine_over_the_runs_steps(in_float64: Load
 
 
 class PlainLoop:
-    """The oracle: a plain forward pass of each transition, the loss of all at once, AdamW as torch has it."""
+    """The oracle of passes and steps: a plain forward pass of each transition, the loss of all at once, torch's AdamW.
+
+    It uses the algorithms' formulas, whose oracles are in tests/oracles.
+    """
 
     def __init__(self, checkpoint: Path, algorithm: Any) -> None:
         self.algorithm = algorithm

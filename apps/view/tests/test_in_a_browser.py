@@ -167,12 +167,12 @@ def test_filters_are_set_by_typing_and_are_in_the_address(running: Running, page
     page.click("document.querySelector('input[type=search]')")
     for letter in "it is 41":
         page.press(letter)
-    page.run("document.querySelector('[name=status]').value = 'error'")
+    page.run("document.querySelector('[name=tool_status]').value = 'error'")
     page.click("document.querySelector('.filters button')")
     page.until("location.search.includes('text=it+is+41') && location.search.includes('tool_status=error')")
     page.until("document.body && document.body.innerText.includes('1 of 4 rollouts')")
     assert page.run("document.querySelectorAll('tbody.group').length") == 1
-    assert page.run("document.querySelector('[name=status]').value") == "error"
+    assert page.run("document.querySelector('[name=tool_status]').value") == "error"
 
 
 def test_runs_are_chosen_and_compared_without_typing(running: Running, page: Page) -> None:

@@ -55,6 +55,16 @@ async def lease_one(queue: RolloutQueue, *, calls: int = 0, overflows: int = 0) 
     return key
 
 
+async def test_a_lease_waits_for_the_first_rollout_or_the_end_of_the_run(queue: RolloutQueue) -> None:
+    waiting = [asyncio.ensure_future(lease(queue, wait=30)) for _ in range(3)]
+    await asyncio.sleep(0)
+    await queue.enqueue([make.rollout("a")])
+    await queue.enqueue([make.rollout("b")])
+    assert {reply.leases[0].rollout for reply in await asyncio.gather(*waiting[:2])} == {"a", "b"}
+    queue.close()
+    assert (await asyncio.wait_for(waiting[2], 10)).closed
+
+
 async def test_leases_are_first_in_first_out_up_to_capacity(queue: RolloutQueue, store: MemoryStore) -> None:
     await queue.enqueue([make.rollout(id) for id in "abc"])
     reply = await lease(queue, capacity=2)

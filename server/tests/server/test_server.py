@@ -22,7 +22,7 @@ from agl_core.protocols import Upstream
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Hold
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import AttemptKey, Ending
+from agl_core.types import AttemptKey, Ending, Run
 from agl_core.wire import (
     CLOSE,
     HEALTH,
@@ -91,6 +91,21 @@ async def empty() -> AsyncIterator[Stack]:
     """A server without an engine."""
     async with ScriptedUpstream() as upstream, running_stack(upstream=None) as stack:
         yield replace(stack, upstream=upstream)
+
+
+async def test_the_next_restart_ends_what_the_last_one_left(empty: Stack) -> None:
+    runs = [Run("run", 0, 1.0, {"name": "run"}, None), Run("run", 1, 2.0, {"name": "run"}, 7)]
+    server = empty.server
+    await server.begin(runs[0])
+    server.serve(engine(empty.upstream), {})
+    await server.queue.enqueue([make.rollout("queued"), make.rollout("running")])
+    await server.queue.lease(LeaseRequest(worker="w", capacity=1))
+    await server.begin(runs[1])
+    assert [rollout.ending for rollout in await empty.store.rollouts()] == [Ending.LOST, Ending.LOST]
+    assert not server.queue.running
+    assert await empty.store.runs() == runs
+    await server.queue.enqueue([make.rollout("new", restart=1)])
+    assert not (await server.queue.lease(ALL)).leases, "its engine does not serve yet"
 
 
 async def test_until_there_is_an_engine_rollouts_wait_and_calls_are_to_be_tried_later(empty: Stack) -> None:

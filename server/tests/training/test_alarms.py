@@ -240,6 +240,13 @@ async def test_what_training_brings_along_ends_no_run(tmp_path: Path, dropped: D
     assert advantages == {0.0 if dropped is DropReason.NO_ADVANTAGE else None}
 
 
+async def test_groups_that_are_too_small_are_so_for_another_reason(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path)
+    bench.collector.ending = lambda rollout: Ending.LOST if rollout.member else Ending.FINISHED
+    with pytest.raises(TrainingError, match=r": \d+ ending\."):
+        await bench.trainer.train()
+
+
 @pytest.mark.parametrize(
     "numbers",
     [
