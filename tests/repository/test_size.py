@@ -16,15 +16,15 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 46031,
-    "files of the product": 238,
-    "lines of the core": 15160,
-    "lines of the server": 12710,
-    "lines of the largest room of both": 2900,
+    "lines of the product": 45814,
+    "files of the product": 229,
+    "lines of the core": 15060,
+    "lines of the server": 12650,
+    "lines of the largest room of both": 2890,
     "modules in a circle of imports": 0,
-    "lines of all Python": 106940,
-    "files that one call passes": 41,
-    "settings": 177,
+    "lines of all Python": 103430,
+    "files that one call passes": 36,
+    "settings": 158,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""
