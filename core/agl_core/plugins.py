@@ -20,7 +20,7 @@ import pluggy
 
 from agl_core import hooks
 from agl_core.errors import PluginError, nearest
-from agl_core.kinds import ALGORITHM, REWARD, Component, Kind, Register
+from agl_core.kinds import ALGORITHM, ENGINE, REWARD, Component, Kind, Register
 from agl_core.types import DropReason, Episode
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,6 @@ Result = TypeVar("Result")
 
 DECORATED = "__agl_plugin__"
 """The attribute of a decorated function or class that registers the component made of it."""
-PACKAGES = {"torch": "agl-torch", "verl": "agl-verl", ALGORITHM: "agl-algorithms", REWARD: "agl-rewards"}
-"""The packages of agl's own components, by their name or kind."""
 
 
 def lazily(package: str, framework: str | None = None, **modules: str) -> Callable[[str], Any]:
@@ -148,7 +146,7 @@ class Plugins:
 
     def unknown(self, kind: Kind, name: str) -> str:
         """The message about a component that no plugin brings: the nearest names, and the plugins that may have it."""
-        package = PACKAGES.get(name, PACKAGES.get(kind))
+        package = {ENGINE: f"agl-{name}", ALGORITHM: f"agl-{kind}s", REWARD: f"agl-{kind}s"}.get(kind)
         is_absent = package and not any(component.origin.startswith(package) for component in self._components)
         absent = f"{package}, which" if is_absent else "a package that"
         elsewhere = [f"It may be in a plugin that is broken. {plugin}" for plugin in self.broken] or [

@@ -60,7 +60,7 @@ def test_an_episode_of_a_callback_has_its_task_its_answer_and_its_transitions(pl
         (["--set", "brevty.limit=8"], "brevty: there is no such rule. Did you mean 'brevity'?"),
         (["--set", "brevity.limt=8"], "[brevity] limt: reward 'brevity' (my_rewards.py) does not honour it"),
         (["--set", "brevity.rule=right"], "[brevity] rule: has no effect here"),
-        (["copy.py"], "Two rules are named 'brevity': my_rewards.py, copy.py."),
+        (["others.py"], "Two rules are named 'brevity': my_rewards.py, others.py."),
         (["train"], "Give one configuration"),
         (["--run", "."], "my_rewards.py is no configuration"),
         (["--set", "brevity.limit=short"], "[brevity] limit: must"),
@@ -69,7 +69,7 @@ def test_an_episode_of_a_callback_has_its_task_its_answer_and_its_transitions(pl
 )
 def test_a_mistake_is_named(played: Path, arguments: list[str], problem: str) -> None:
     (played / "train").touch()
-    (played / "copy.py").write_text(RULES.replace("def right", "def other"))
+    (played / "others.py").write_text(RULES.replace("def right", "def other"))
     tried = CliRunner().invoke(app, ["reward", "try", "my_rewards.py", "--run", "episodes.jsonl", *arguments])
     assert problem in str(tried.exception)
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 45814,
+    "lines of the product": 45812,
     "files of the product": 229,
     "lines of the core": 15060,
     "lines of the server": 12650,

@@ -154,9 +154,9 @@ def run_command(*command: str | Path, cwd: Path | None = None, **environment: st
     return done.stdout
 
 
-def run_python(program: str, cwd: Path | None = None) -> str:
+def run_python(program: str, cwd: Path | None = None, **environment: str) -> str:
     """Run a program in a Python process of its own, where nothing is imported yet; it has to succeed."""
-    return run_command(sys.executable, "-c", textwrap.dedent(program), cwd=cwd)
+    return run_command(sys.executable, "-c", textwrap.dedent(program), cwd=cwd, **environment)
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ async def test_an_agent_in_another_process_by_environment_alone(intake: Stack) -
         "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{intake.key(attempt.key)}",
         "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
     }
-    await asyncio.to_thread(run_python, program, env=environment)
+    await asyncio.to_thread(run_python, program, **environment)
     assert [call.agent for call in await attempt.calls()] == ["far away"]
 
 

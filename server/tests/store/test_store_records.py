@@ -319,7 +319,7 @@ async def test_a_rollout_by_the_start_of_its_id(store: Store, path: Path) -> Non
     await store.put(*(make.rollout(id) for id in ("ab1", "ab10", "b%_", "ü\U0010ffff")))
     for prefix, expected in {"ab10": "ab10", "ab1": "ab1", "b": "b%_", "b%_": "b%_", "ü": "ü\U0010ffff"}.items():
         assert (await store.rollout(prefix)).id == expected
-    with pytest.raises(StoreError, match=r"ab1, ab10\. Give more"):
+    with pytest.raises(StoreError, match=r"ab1, ab10\. Name one"):
         await store.rollout("ab")
     for missing in ("AB", "b_", "%", "zz"):
         with pytest.raises(StoreError, match=rf"No rollout in {re.escape(str(path))}.*`agl rollouts`"):
