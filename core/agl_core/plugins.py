@@ -234,9 +234,9 @@ def add_to_path(folder: Path) -> None:
 def import_file(file: Path) -> ModuleType:
     """Import a user's own plugin file; its folder is importable from it."""
     if not file.is_file() or file.suffix != ".py":
-        raise PluginError(
-            f"There is no Python file {file}. Paths in a configuration are relative to it, or to its `folder`."
-        )
+        raise PluginError(f"There is no Python file {file}. Paths in a configuration are relative to it or `folder`.")
+    if file.stem in sys.stdlib_module_names:
+        raise PluginError(f"{file} has the name of one of Python's own modules, whose place it would take. Rename it.")
     add_to_path(file.parent)
     path = str(file.resolve())
     for name, known in [*sys.modules.items()]:  # An installed plugin may have it under another name.

@@ -133,6 +133,7 @@ def test_a_file_that_is_installed_too_is_one_plugin() -> None:
         ("broken.py", "def (", "broken.py cannot be imported: SyntaxError"),
         ("gone.py", None, r"no Python file .*gone\.py\. Paths in a configuration are relative to it"),
         ("notes.txt", "", r"no Python file .*notes\.txt"),
+        ("copy.py", "", r"copy\.py has the name of one of Python's own modules"),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path, name: str, text: str | None, problem: str) -> None:
