@@ -51,7 +51,7 @@ def chart(title: str, results: Sequence[Result], held_out: str) -> Chart:
 
 
 def curves(title: str, seeds: Mapping[str, Sequence[Points]]) -> Chart:
-    """Of each name, the mean over its seeds, in a band from the worst to the best."""
+    """For each name the mean over its seeds, in a band from the worst to the best."""
     lines: dict[str, Points] = {}
     bands: dict[str, Points] = {}
     for name, of_seeds in seeds.items():

@@ -50,7 +50,7 @@ def nothing() -> str:
 TOOLS: dict[str, Callable[..., Any]] = {tool.__name__: tool for tool in (add, multiply, look_up, broken, slow, nothing)}
 
 _STATUSES = {"broken": "error", "slow": "timeout", "nothing": "empty"}
-"""What becomes of tools; the others work."""
+"""How tools end; the others work."""
 
 _ACTION = re.compile(r"Action: (\w+)\[(.*)\]")
 
@@ -239,7 +239,7 @@ def _calls_of(agent: Agent, scenario: Scenario) -> list[Block]:
     for number, reply in enumerate(replies):
         names = _asked(reply)
         results = tuple((name, _STATUSES.get(name, "ok")) for name in names)
-        # What is kept are the last call and its result.
+        # The last call and its result are kept.
         forgotten = replies[number - 2] if agent.keeps and number > 1 else None
         forgot = look_up(**forgotten.calls[0][1]) if isinstance(forgotten, CallTools) else None
         blocks.append([[Turn(agent.name, number, reply, results, scenario.choices, forgot)]])

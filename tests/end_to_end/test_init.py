@@ -48,7 +48,7 @@ async def solve(task: dict) -> str:
 
 
 def run_agl(folder: Path, *arguments: str) -> str:
-    """What the command prints, in a process of its own."""
+    """The output of the command, in a process of its own."""
     return run_command(Path(sys.executable).with_name("agl"), *arguments, cwd=folder)
 
 

@@ -77,7 +77,7 @@ class Way:
 
     @property
     def sound(self) -> set[str]:
-        """What becomes of sound transitions; DPO trains on the best and the worst rollout of a group alone."""
+        """The fates of sound transitions; DPO trains on the best and the worst rollout of a group alone."""
         return {"", "no_advantage"} if self.algorithm == "dpo" else {""}
 
 

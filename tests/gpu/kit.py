@@ -1,4 +1,4 @@
-"""What the parts of the kit share: models, started engines, and the replies that engines are asked for."""
+"""The parts of the kit share this: models, started engines, and the replies that engines are asked for."""
 
 from __future__ import annotations
 

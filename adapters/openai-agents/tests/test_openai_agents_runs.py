@@ -303,7 +303,7 @@ async def test_a_version_of_the_sdk_without_one_of_the_functions(
 
 async def test_outside_rollouts_it_goes_on_as_before(run: Any, attempt: Any, exports: Any) -> None:
     async def sent() -> int:
-        """What the SDK's default processor has sent so far, after one more run."""
+        """The SDK's default processor has sent this so far, after one more run."""
         await run(named("solver"))
         agents.flush_traces()
         return len(exports.items)

@@ -118,7 +118,7 @@ def echo(body: dict[str, Any], choice: int = 0) -> dict[str, Any]:
 
 
 def result(message: dict[str, Any]) -> dict[str, Any]:
-    """What the tool gave that a reply called."""
+    """The result of the tool that a reply called."""
     return {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42"}
 
 

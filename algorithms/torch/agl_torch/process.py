@@ -289,7 +289,7 @@ class EngineLoop:
             self._wake.notify()
         return future
 
-    # What follows runs on the thread.
+    # These run on the thread.
 
     def _run(self) -> None:
         try:

@@ -36,7 +36,7 @@ class Place:
     """In this process; the server alone has one of its own."""
 
     def run(self, *arguments: str) -> str:
-        """What a command prints, which has to succeed."""
+        """The output of a command, which has to succeed."""
         ended = self.agl(*arguments)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()

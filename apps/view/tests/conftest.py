@@ -44,7 +44,7 @@ HOSTILE = "<script>alert(1)</script>\" onmouseover='x' \x1b[31m\u202etxt.exe {{ 
 """Tries to be markup, an attribute, a terminal's command, writing from right to left, a template, and UTF-8."""
 
 PROMPT, IDS, LOGPROBS = np.array([1, 2, 3], np.int32), np.array([7, 8], np.int32), np.array([-0.01, -4.5], np.float32)
-"""Of every call."""
+"""Every call has these."""
 CONFIG: dict[str, Any] = {
     "config_version": 1,
     "name": "calc",

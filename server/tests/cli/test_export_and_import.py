@@ -6,7 +6,6 @@ import asyncio
 import bz2
 import gzip
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from agl_core.types import (
     RolloutState,
     Run,
     Task,
-    ToolResult,
     TransitionKey,
 )
 from agl_core.types.forms import to_json
@@ -374,7 +372,7 @@ def test_each_kind_of_file_has_the_same_rows(tmp_path: Path) -> None:
     for name in ("rows.parquet", "rows.PARQUET", "rows.pq"):
         saved.to_parquet(str(tmp_path / name))
     saved.save_to_disk(tmp_path / "saved")
-    shutil.copy(next((tmp_path / "saved").glob("*.arrow")), tmp_path / "rows.arrow")
+    (tmp_path / "rows.arrow").write_bytes(next((tmp_path / "saved").glob("*.arrow")).read_bytes())
     datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "splits")
 
     for file in sorted(tmp_path.iterdir()):
@@ -436,8 +434,7 @@ def test_export_then_import_gives_the_same_episodes(tmp_path: Path) -> None:
         replace(t, rewards=(Reward("r", 0, "of_call", n / 8, "rule", t.key.call, t.key.choice),) if n % 2 else ())
         for n, t in enumerate(built.transitions)
     )
-    at_the_end = (Reward("r", 0, "right", 0.1, "rule"),)
-    episode = replace(built, transitions=transitions, rewards=at_the_end, terminal=0.1)
+    episode = replace(built, transitions=transitions, rewards=(Reward("r", 0, "right", 0.1, "rule"),), terminal=0.1)
     agl_core.save_episodes(tmp_path / "first.jsonl", [episode])
 
     imported = import_file(tmp_path / "first.jsonl", "one", tmp_path)
@@ -448,8 +445,6 @@ def test_export_then_import_gives_the_same_episodes(tmp_path: Path) -> None:
 
 def test_an_episode_with_a_part_of_another_is_refused(run: Any) -> None:
     strange = make.episode(replace(make.transition(), key=TransitionKey("another", 0, "c", 0)))
-    results: tuple[ToolResult, ...] = (make.tool_result("o", rollout="another"),)
-    for episode in (strange, replace(make.episode(), unjoined=results)):
-        result = run.agl("import", write(run, to_json(episode)))
-        assert "has a part of 'another'" in str(result.exception)
+    for episode in (strange, replace(make.episode(), unjoined=(make.tool_result("o", rollout="another"),))):
+        assert "has a part of 'another'" in str(run.agl("import", write(run, to_json(episode))).exception)
     assert "is that of line 1 too" in str(run.agl("import", write(run, *[to_json(make.episode())] * 2)).exception)

@@ -47,7 +47,7 @@ class Cast(scenarios.Cast):
             instructions=agent.prompt,
             managed_agents=[self.agent(expert) for expert in agent.experts],
             final_answer_checks=[is_valid],
-            # What the question is followed by is one step of two messages: the tool calls, and what they gave.
+            # One step of two messages follows the question: the tool calls, and their results.
             step_callbacks=[forget] if agent.keeps else [],
             stream_outputs=self.setting.streaming,
             verbosity_level=LogLevel.OFF,
