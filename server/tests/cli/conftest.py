@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
-from agl_command import working_folder  # noqa: F401
+from agl_command import agl_in_process, working_folder  # noqa: F401
 from testing_aids import write_store
 from typer.testing import CliRunner, Result
 
 from agl_core.learning.transitions import build_episode
 from agl_core.store import Record
 from agl_core.testing import episodes as make
-from agl_core.testing.scripts import Step
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import (
     Attempt,
@@ -159,10 +158,6 @@ class Bench:
         file.write_text(textwrap.dedent(code))
         return file
 
-    def answers(self, *steps: Step) -> None:
-        """Script the upstream; the first call of all is the one with which `agl run` tries it."""
-        self.upstream.script(*steps)
-
     def environment(self, **variables: str) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "OTEL_", "AGL_"))}
         return {**kept, "OPENAI_AGENTS_DISABLE_TRACING": "1", **variables}
@@ -202,9 +197,9 @@ class Bench:
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Bench]:
+def running(working_folder: Path) -> Iterator[Bench]:  # noqa: F811
     with ScriptedUpstream() as upstream:
-        yield Bench(tmp_path, upstream)
+        yield Bench(working_folder, upstream)
 
 
 @pytest.fixture

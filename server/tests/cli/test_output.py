@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agl_command import Agl, agl_in_process  # noqa: F401
+from agl_command import Agl
 from typer.testing import CliRunner
 
 import agl_core

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from agl_command import Agl
 from running_servers import run_worker
 from testing_aids import read_store
 from typer.testing import CliRunner
@@ -62,18 +63,20 @@ sys.exit(3)
 
 
 ASKING = """
-import sys
-from openai import OpenAI
-OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": sys.argv[1]}])
-"""
+import os, httpx2
 
+HELLO = {"role": "user", "content": "1 + 2?"}
+
+def ask(model, *messages):
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    url = f"{os.environ['OPENAI_BASE_URL']}/chat/completions"
+    return httpx2.post(url, headers=headers, json={"model": model, "messages": messages}).json()
+"""
+"""What an agent begins with whose client is imported at once."""
 
 TOOLS = """
-from openai import OpenAI
-asked = [{"role": "user", "content": "1 + 2?"}]
-reply = OpenAI().chat.completions.create(model="any", messages=asked).choices[0].message
-asked += [reply, {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "3"}]
-OpenAI().chat.completions.create(model="any", messages=asked)
+reply = ask("any", HELLO)["choices"][0]["message"]
+ask("any", HELLO, reply, {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "3"})
 """
 
 
@@ -106,21 +109,16 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
     message = f"past agl, and not recorded: 1 call to {running.upstream.url}/chat/completions"
     assert message in result.stderr.replace("localhost", "127.0.0.1")
 
-    shown = running.agl("show", rollout.id)
-    assert 'state {"plan": ["ask", "search"]}' in shown.stdout, shown.stderr
-    assert "search" in shown.stdout
-    assert rollout.id in running.agl("rollouts", COLUMNS="160").stdout
 
-
-def test_without_a_call_and_without_ids_it_says_so(running: Bench) -> None:
+def test_without_a_call_and_without_ids_it_says_so(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> None:
     running.upstream.returns_ids = False
-
     # Some of Anthropic's clients refuse, or warn of, a second key.
-    printing = "import os; print(os.environ.get('ANTHROPIC_AUTH_TOKEN', 'hello'))"
-    running.script("codex", f"#!{sys.executable}\n{printing}").chmod(0o700)
-    result = running.run("./codex", ANTHROPIC_AUTH_TOKEN="the user's own")
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the user's own")
+    running.script("codex", '#!/bin/sh\nexit "${#ANTHROPIC_AUTH_TOKEN}"').chmod(0o700)
 
-    assert (result.returncode, result.stdout) == (0, "hello\n")
+    result = agl("run", "--upstream", running.upstream.url, "--", "./codex")
+
+    assert result.returncode == 0
     assert running.recorded()[1].ending is Ending.NO_CALL
     assert "no_call: 0 LLM calls" in result.stderr
     assert "OPENAI_BASE_URL" in result.stderr
@@ -134,8 +132,8 @@ def test_a_python_without_agl_is_recorded_and_the_loss_is_told(running: Bench) -
     broken = running.folder / "broken" / "agl_core"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('not for this Python')\n")
-    running.script("agent.py", TOOLS)
-    running.answers(*[CallTools([("add", {"a": 1})])] * 6)
+    running.script("agent.py", ASKING + TOOLS)
+    running.upstream.script(*[CallTools([("add", {"a": 1})])] * 6)
 
     result = running.run("env", f"PYTHONPATH={SITE}{os.pathsep}{broken.parent}", sys.executable, "agent.py", "hi")
 
@@ -195,39 +193,29 @@ def test_what_is_wrong_is_said_before_anything_is_recorded(tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_answers_are_those_of_the_model_that_was_chosen(running: Bench) -> None:
+def test_answers_are_those_of_the_model_that_was_chosen(running: Bench, agl: Agl) -> None:
     running.upstream.models = ["large", "small"]
-    running.answers(Say("OK"))
-    running.script(
-        "agent.py",
-        """
-        from openai import OpenAI
-        for model in ("small", "tiny"):
-            try:
-                OpenAI().chat.completions.create(model=model, messages=[{"role": "user", "content": "a"}])
-            except Exception as error:
-                print(error.status_code, error)
-        """,
-    )
+    running.upstream.script(Say("OK"))
+    asking = 'ask("small", HELLO)\nopen("reply", "w").write(str(ask("tiny", HELLO)))'
+    running.script("agent.py", ASKING + asking)
     arguments = ("--upstream", running.upstream.url, "--", sys.executable, "agent.py")
 
-    result = running.agl("run", *arguments)
-    assert (result.returncode, result.stdout[:3]) == (0, "404"), result.stderr
-    assert "lists no model 'tiny'" in result.stdout
-    assert "name one with --model" in result.stderr
-    result = running.agl("run", "--model", "large", *arguments)
-    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert "name one with --model" in agl("run", *arguments).stderr
+    assert "lists no model 'tiny'" in (running.folder / "reply").read_text()
+    agl("run", "--model", "large", *arguments)
 
     assert [request.body["model"] for request in running.upstream.received] == ["small", *["large"] * 4]
     assert [t.policy for t in running.recorded()[2].transitions] == ["small"]
     assert [t.policy for t in running.recorded("capture-2")[2].transitions] == ["default", "default"]
 
 
-def test_a_name_collects_recordings(running: Bench) -> None:
-    running.script("agent.py", ASKING)
-    arguments = ("--upstream", running.upstream.url, "--name", "up", "--", sys.executable, "agent.py")
-    assert [running.agl("run", *arguments, word).returncode for word in ("first", "second")] == [0, 0]
+def test_a_name_collects_recordings(running: Bench, agl: Agl) -> None:
+    def record(name: str, word: str) -> str:
+        code = f'{ASKING}\nask("any", HELLO | dict(content="{word}"))'
+        return agl("run", "--upstream", running.upstream.url, "--name", name, "--", sys.executable, "-c", code).stderr
 
+    for word in ("first", "second"):
+        record("up", word)
     recorded = read_store(running.folder / "runs" / "up" / "store.sqlite")
     assert [rollout.restart for rollout in recorded.rollouts] == [0, 1]
     assert [call.request["messages"][0]["content"] for call in recorded.calls] == ["first", "second"]
@@ -235,19 +223,17 @@ def test_a_name_collects_recordings(running: Bench) -> None:
 
     (running.folder / "runs" / "trained").mkdir()
     (running.folder / "runs" / "trained" / "config.toml").write_text("config_version = 1\n")
-    result = running.agl("run", *[argument if argument != "up" else "trained" for argument in arguments], "third")
-    assert (result.returncode, "recording to runs/trained-2" in result.stderr) == (0, True)
+    assert "recording to runs/trained-2" in record("trained", "third")
 
 
 # `agl worker` where there is nothing but the agent: no engine, no algorithm, no rewards, no weights.
 
 
-AGENT = """
-import json, openai, os
+AGENT = f"""{ASKING}
+import json
 
 def solve(task):
-    asked = [{"role": "user", "content": task["question"]}]
-    return openai.OpenAI().chat.completions.create(model="m", messages=asked).choices[0].message.content
+    return ask("m", HELLO | dict(content=task["question"]))["choices"][0]["message"]["content"]
 
 if __name__ == "__main__":
     print(json.dumps(solve(json.loads(os.environ["AGL_TASK"]))))
@@ -267,23 +253,15 @@ CONFIG: dict[str, Any] = {
 """A run whose plugins and weights are on the trainer's machine alone."""
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["train.toml"],
-        ["train.toml", "--command", f"{sys.executable} an_agent.py"],
-        ["--entry", "an_agent:solve"],
-    ],
-    ids=["of a configuration", "another than the configuration's", "an entry alone"],
-)
-async def test_a_worker_needs_the_agent_and_nothing_that_trains(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [(), ("--command", f"{sys.executable} an_agent.py")], ids=["entry", "command"])
+async def test_a_worker_needs_the_agent_and_nothing_that_trains(arguments: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "an_agent.py").write_text(AGENT)
     (tmp_path / "train.toml").write_text(tomli_w.dumps(CONFIG))
     async with running_stack() as stack:
         stack.upstream.script(Say("four"))
         rollout = make.rollout("r", task=Task("t", {"question": "2 + 2?"}))
         key = {WORKER_KEY: stack.server.worker_key}
-        attempt = await run_worker(stack, rollout, tmp_path, *arguments, **key)
+        attempt = await run_worker(stack, rollout, tmp_path, "train.toml", *arguments, **key)
         [call] = await stack.calls(attempt.key)
     assert (attempt.ending, attempt.result) == (Ending.FINISHED, "four")
     assert call.request["messages"][0]["content"] == "2 + 2?"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agl_command import Agl
 
 import agl_server
 from agl_core.errors import ConfigError, StoreError, TrainingError
@@ -193,8 +194,6 @@ def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
 # Looking at a run runs no code that its folder names: it may be somebody else's.
 
 
-AGL = Path(sys.executable).with_name("agl")
-
 PLUGIN = """
 from pathlib import Path
 import agl_core
@@ -236,35 +235,26 @@ def test_no_code_of_the_run_runs(foreign: Any, command: str) -> None:
     assert not (foreign.folder / "runs" / "calc" / "it-ran").exists()
 
 
-def test_trying_rewards_asks_first(foreign: Any) -> None:
+def test_trying_rewards_asks_first(foreign: Any, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> None:
     foreign.write("runs/calc/config.toml", folder="../..", plugins=["trial_rules.py", "runs/calc/plugin.py"])
     ran = foreign.folder / "runs" / "calc" / "it-ran"
     command = ("reward", "try", "runs/calc/config.toml")
 
-    refused = run_agl(*command, stdin=subprocess.DEVNULL)
-
+    with open(os.devnull) as nobody:
+        monkeypatch.setattr(sys, "stdin", nobody)
+        refused = agl(*command)
     assert refused.returncode == 2
     assert f"of {ran.with_name('plugin.py')}, with your rights" in refused.stderr
     assert "--yes" in refused.stderr
-    assert answered("n\n", *command).returncode == 1
-    assert not ran.exists()
-    assert answered("y\n", *command).returncode == 0
-    assert ran.exists()
-
-
-def run_agl(*arguments: str, stdin: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([AGL, *arguments], stdin=stdin, capture_output=True, text=True, timeout=120, check=False)
-
-
-def answered(answer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command with a terminal at which somebody types this."""
     terminal, its_end = pty.openpty()
-    try:
-        os.write(terminal, answer.encode())
-        return run_agl(*arguments, stdin=its_end)
-    finally:
-        os.close(terminal)
-        os.close(its_end)
+    with open(its_end) as typed:
+        monkeypatch.setattr(sys, "stdin", typed)
+        for answer, status in ((b"n\n", 1), (b"y\n", 0)):
+            assert not ran.exists()
+            os.write(terminal, answer)
+            assert agl(*command).returncode == status
+    os.close(terminal)
+    assert ran.exists()
 
 
 # Runs from Python: what was recorded as tables, also where an event loop runs.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from agl_command import Agl, agl_in_process, core_and_server_alone  # noqa: F401
+from agl_command import Agl, core_and_server_alone  # noqa: F401
 
 from agl_core import capture
 from agl_core.testing.scripts import CallTools, Say
@@ -83,7 +83,7 @@ PLUGIN = """
 
 CONFIG = """
     config_version = 1
-    name = "elsewhere"
+    name = "tried"
     plugins = ["elsewhere.py"]
 
     [agent]
@@ -105,31 +105,32 @@ CONFIG = """
 """
 
 AGENT = """
-    import agl_core, openai
+    import os
+    import agl_core, httpx2
 
-    CLIENT = openai.OpenAI()
+    KEY = os.environ["OPENAI_API_KEY"]  # Clients that are made at import look for one.
 
     def solve(task, context):
-        client = openai.OpenAI(base_url=context.base_url, api_key=context.api_key, max_retries=0)
-        messages = [{"role": "user", "content": str(task)}]
-        message = client.chat.completions.create(model="default", messages=messages).choices[0].message
+        headers = {"Authorization": f"Bearer {context.api_key}"}
+        asked = {"model": "default", "messages": [{"role": "user", "content": str(task)}]}
+        reply = httpx2.post(context.base_url + "/chat/completions", headers=headers, json=asked).json()
         agl_core.reward(0.5)
         return 3.0
 """
 
 PROGRAM = """
-    import my_framework, openai
+    import os
+    import my_framework, httpx2
 
     import agl_core
 
-    client = openai.OpenAI()
-    messages = [{"role": "user", "content": "1 + 2?"}]
-    message = client.chat.completions.create(model="default", messages=messages).choices[0].message
-    for call in message.tool_calls:
-        with agl_core.tool(call.function.name, tool_call_id=call.id) as run:
-            run.result = 3
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    asked = {"model": "default", "messages": [{"role": "user", "content": "1 + 2?"}]}
+    reply = httpx2.post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", headers=headers, json=asked).json()
+    [call] = reply["choices"][0]["message"]["tool_calls"]
+    with agl_core.tool(call["function"]["name"], tool_call_id=call["id"]) as run:
+        run.result = 3
     agl_core.reward(1.0)
-    print("done")
 """
 
 
@@ -211,7 +212,7 @@ def test_doctor_finds_what_keeps_a_run_from_its_start(
 
 @pytest.mark.usefixtures("core_and_server_alone")
 def test_doctor_names_all_packages_that_are_not_installed(running: Bench, doctor: Doctor) -> None:
-    changed = CONFIG.replace('"plain"', '"grpo"').replace('name = "elsewhere"\n', 'name = "torch"\n')
+    changed = CONFIG.replace('"plain"', '"grpo"').replace('"elsewhere"', '"torch"')
     running.script("train.toml", f"{changed}\n    [rewards.exact_match]\n")
     result = doctor("train.toml")
     assert result.stdout.count("FAIL") == 1, result.stdout
@@ -225,7 +226,7 @@ BROKEN = {
         ("return 3.0", "return task['question']"),
         ("crashed, 1 calls", "TypeError: string indices must be integers"),
     ),
-    "no call": (("message = client", "return 3.0\n        message = client"), ("no_call, 0 calls", "OPENAI_BASE_URL")),
+    "no call": (("reply = httpx2", "return 3.0\n        reply = httpx2"), ("no_call, 0 calls", "OPENAI_BASE_URL")),
     "an address of its own": (
         ("context.base_url", "'http://127.0.0.1:9/v1'"),
         (
@@ -251,11 +252,13 @@ def test_doctor_runs_the_agent_and_says_what_is_wrong_with_it(running: Bench, do
     assert problem in result.stdout
 
 
-def test_run_uses_the_engine_policies_and_store_of_the_configuration(running: Bench) -> None:
-    running.answers(CallTools([("add", {"a": 1})]), Say("3"))
-    arguments = ("--config", "train.toml", "--name", "mine", "--", sys.executable, "program.py")
-    result = running.agl("run", *arguments, MODEL_SERVER=running.upstream.url)
-    assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
+def test_run_uses_the_engine_policies_and_store_of_the_configuration(
+    running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODEL_SERVER", running.upstream.url)
+    running.upstream.script(CallTools([("add", {"a": 1})]), Say("3"))
+    result = agl("run", "--config", "train.toml", "--name", "mine", "--", sys.executable, "program.py")
+    assert result.returncode == 0, result.stderr
     assert log(running) == ["started", "stopped"]
 
     rollout, attempt, episode = running.recorded("mine")
@@ -267,14 +270,12 @@ def test_run_uses_the_engine_policies_and_store_of_the_configuration(running: Be
     (request,) = running.upstream.received
     assert request.body["return_token_ids"] is True
     assert request.headers["Authorization"] == "Bearer key"
-
-    listed = running.agl("rollouts", "runs/mine", COLUMNS="160")
-    assert rollout.id in listed.stdout, listed.stderr
+    assert rollout.id in agl("rollouts", "runs/mine").stdout
 
 
-def test_what_only_limits_is_a_note(running: Bench) -> None:
+def test_what_only_limits_is_a_note(running: Bench, agl: Agl) -> None:
     running.upstream.returns_ids = False
-    result = running.agl("doctor", "--upstream", running.upstream.url)
+    result = agl("doctor", "--upstream", running.upstream.url)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"ok    model server: {running.upstream.url} answers, with served" in result.stdout
     assert "note  token ids: its replies lack prompt_token_ids, token_ids, logprobs" in result.stdout
@@ -311,7 +312,7 @@ def test_a_run_without_steps_one_with_alarms_and_one_with_a_damaged_line(agl: Ag
 @pytest.fixture
 def refused(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Runs a command with an engine that cannot start, and returns what it says."""
-    running.script("train.toml", CONFIG.replace('[engine]\n    name = "elsewhere"', '[engine]\n    name = "broken"'))
+    running.script("train.toml", CONFIG.replace('"elsewhere"', '"broken"'))
     for name in (WORKER_KEY, OPERATOR_KEY):
         monkeypatch.delenv(name, raising=False)
 
@@ -351,7 +352,7 @@ def test_what_an_engine_said_to_doctor_stays_too(
     running: Bench, doctor: Doctor, working_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error may name its log."""
-    running.script("train.toml", CONFIG.replace('[engine]\n    name = "elsewhere"', '[engine]\n    name = "telling"'))
+    running.script("train.toml", CONFIG.replace('"elsewhere"', '"telling"'))
     temporary = working_folder / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))

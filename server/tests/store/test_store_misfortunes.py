@@ -87,7 +87,7 @@ async def test_what_was_acknowledged_survives_sigkill(path: Path, start_writer: 
     print(f"seed {seed}")
     draw = random.Random(seed)
     expected: dict[str, str] = {}
-    for number in range(4):
+    for number in range(3):
         child = start_writer(seed + number)
         expected |= acknowledged(child, draw.randint(1, 300))
         expected |= kill(child)
@@ -110,7 +110,7 @@ async def test_readers_are_let_in_beside_a_writer_and_a_second_writer_is_not(pat
         with pytest.raises(StoreError, match="being written by another process"):
             await SqliteStore(name).open()
     async with SqliteStore(path, read_only=True) as reader:
-        for _ in range(20):
+        for _ in range(4):
             confirmed |= acknowledged(child, 10)
             stored = {call.id: checksum(call) for call in await reader.calls(attempts_of(1))}
             assert confirmed.items() <= stored.items()
@@ -184,14 +184,14 @@ async def test_damage_is_named(path: Path) -> None:
     damaged = r"store\.sqlite is damaged.*\.recover.*backup"
     async with SqliteStore(path) as store:
         await store.put(make.rollout("r"), *(make_call(f"c{number}", f"r{number}") for number in range(2000)))
-    whole = content(path)
+    whole = path.read_bytes()
 
     execute(path, "UPDATE rollouts SET body = replace(body, 'queued', 'queue')")  # SQLite does not notice this.
     async with SqliteStore(path, read_only=True) as reader:
         with pytest.raises(StoreError, match=damaged):
             await reader.rollouts()
 
-    write(path, whole[: len(whole) // 2] + os.urandom(len(whole) // 2))
+    path.write_bytes(whole[: len(whole) // 2] + os.urandom(len(whole) // 2))
     async with SqliteStore(path, read_only=True) as reader:
         with pytest.raises(StoreError, match=damaged):
             await reader.calls([AttemptKey(f"r{number}", 0) for number in range(2000)])
@@ -199,18 +199,10 @@ async def test_damage_is_named(path: Path) -> None:
         with pytest.raises(StoreError, match=damaged):
             await store.put(make_call("new"))
 
-    write(path, whole[:5000])
+    path.write_bytes(whole[:5000])
     for read_only in (False, True):
         with pytest.raises(StoreError, match=r"store\.sqlite is damaged"):
             await SqliteStore(path, read_only=read_only).open()
-
-
-def content(path: Path) -> bytes:
-    return path.read_bytes()
-
-
-def write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
 
 
 def execute(path: Path, statement: str) -> Any:
@@ -232,16 +224,16 @@ async def test_a_file_that_is_not_this_agls_is_refused_and_left_alone(
     path: Path, statement: str | None, problem: str, read_only: bool
 ) -> None:
     if statement is None:
-        write(path, b"this is a letter, not a database. " * 200)
+        path.write_bytes(b"this is a letter, not a database. " * 200)
     else:
         if "version" in statement:
             async with SqliteStore(path):
                 pass
         execute(path, statement)
-    before = content(path)
+    before = path.read_bytes()
     with pytest.raises(StoreError, match=problem):
         await SqliteStore(path, read_only=read_only).open()
-    assert content(path) == before
+    assert path.read_bytes() == before
 
 
 async def test_an_open_that_failed_can_be_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,10 +256,6 @@ async def test_an_open_that_failed_can_be_tried_again(path: Path, monkeypatch: p
 # Files that are taken away from a writer.
 
 
-def move(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-
-
 def replace(path: Path) -> None:
     shutil.copy(path, path.with_name("copy"))
     path.with_name("copy").replace(path)
@@ -278,7 +266,7 @@ def rename_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["store", "log"])
-@pytest.mark.parametrize("fault", [Path.unlink, move, replace, rename_folder])
+@pytest.mark.parametrize("fault", [Path.unlink, replace, rename_folder])
 async def test_nothing_is_acknowledged_once_the_files_are_gone(
     path: Path, which: str, fault: Callable[[Path], None]
 ) -> None:
@@ -293,12 +281,8 @@ async def test_nothing_is_acknowledged_once_the_files_are_gone(
             await store.rollouts()
 
 
-def size(path: Path) -> int:
-    return path.stat().st_size
-
-
 async def test_the_log_does_not_grow_without_end(path: Path) -> None:
     async with SqliteStore(path) as store:
         for number in range(30):
             await store.put(make_call(f"c{number}", prompt_ids=np.arange(500_000, dtype=np.int32) + number))
-            assert size(log_of(path)) < 24_000_000
+            assert log_of(path).stat().st_size < 24_000_000

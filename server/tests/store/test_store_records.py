@@ -207,7 +207,7 @@ async def test_a_long_episode_takes_linear_space(path: Path) -> None:
     async with SqliteStore(path, read_only=True) as store:
         assert exactly(await store.calls([KEY])) == exactly(calls)
     new_per_turn = words + ids * 4
-    assert size(path) < 4 * turns * new_per_turn
+    assert path.stat().st_size < 4 * turns * new_per_turn
 
 
 async def test_conversations_that_go_on_otherwise_come_back_exactly(store: SqliteStore) -> None:
@@ -225,10 +225,6 @@ async def test_conversations_that_go_on_otherwise_come_back_exactly(store: Sqlit
         await store.put(*calls[start : start + 40])
         await store.erase(["another"])
     assert exactly(await store.calls([KEY])) == exactly(calls)
-
-
-def size(path: Path) -> int:
-    return path.stat().st_size
 
 
 def commits_in_log(path: Path) -> int:

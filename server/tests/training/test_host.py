@@ -199,11 +199,11 @@ async def test_a_killed_process_is_explained_by_its_exit_code(start_engine: Any)
 async def test_a_process_that_hangs_is_ended_and_whatever_waits_for_it_hears_of_it(
     start_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ScriptedEngine, "seconds_to_answer", 2.0)
+    monkeypatch.setattr(ScriptedEngine, "seconds_to_answer", 0.8)
     engine = await start_engine(update="wait")
     updating = await begin_update(engine)
     os.kill(engine.pid, signal.SIGSTOP)
-    with pytest.raises(EngineError, match=r"exit code -9\)\. It did not answer in 2 s, and was ended\. Resume"):
+    with pytest.raises(EngineError, match=r"exit code -9\)\. It did not answer in 0\.8 s, and was ended\. Resume"):
         await updating
 
 
