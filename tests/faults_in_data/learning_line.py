@@ -116,7 +116,7 @@ async def judged(
     data: Data, folder: Path, rules: Sequence[ScoringRule] = RULES, endings: Mapping[Ending, Any] = JUDGED
 ) -> list[list[Episode]]:
     """Through a real store and the reward rules; groups as they were planned. StoreError if a record is refused."""
-    folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs meanwhile
+    folder.mkdir(exist_ok=True)
     store = SqliteStore(folder / "store.sqlite")
     async with store:
         await store.put(*data.records)

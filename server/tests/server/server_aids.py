@@ -108,6 +108,7 @@ def reply(message: dict[str, Any], finish_reason: str | None = None, **choice: A
     """An upstream's reply with this message, in vLLM's shape; ids are the bytes of the content."""
     ids = [*(message.get("content") or "").encode(), END_TOKEN]
     ended = finish_reason or ("tool_calls" if message.get("tool_calls") else "stop")
+    of_engine = {"mask": [False, *[True] * (len(ids) - 1)], "parse_error": "no closing brace"}
     body = {
         "id": "x",
         "object": "chat.completion",
@@ -130,7 +131,7 @@ def reply(message: dict[str, Any], finish_reason: str | None = None, **choice: A
             "total_tokens": 30 + len(ids),
             "prompt_tokens_details": {"cached_tokens": 10},
         },
-        "agl": {"version": 3, "prefilled": 1, "reused": 2, "prefix_broken": None, "choices": [{"mask": None}]},
+        "agl": {"version": 3, "prefilled": 1, "reused": 2, "prefix_broken": "edited", "choices": [of_engine]},
     }
     return Raw(json.dumps(body).encode())
 

@@ -23,8 +23,7 @@ from agl_server.testing import LeasedAttempt, Stack, running_stack, until
 from .server_aids import GOOD, HELLO, post
 
 
-async def test_the_clients_retry_of_a_failed_call_is_one_call(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_the_clients_retry_of_a_failed_call_is_one_call(stack: Stack, key: AttemptKey) -> None:
     stack.upstream.script(Fail(500), Drop(), Say("at last"))
     reply = await stack.client(key, max_retries=2).chat.completions.create(**GOOD)
     assert reply.choices[0].message.content == "at last"
@@ -36,8 +35,9 @@ async def test_the_clients_retry_of_a_failed_call_is_one_call(stack: Stack) -> N
     assert [call.sequence for call in await stack.calls(key)] == [0, 1]
 
 
-async def test_only_the_clients_marker_makes_an_equal_request_a_retry_which_gets_the_stored_reply(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_only_the_clients_marker_makes_an_equal_request_a_retry_which_gets_the_stored_reply(
+    stack: Stack, key: AttemptKey
+) -> None:
     body = json.dumps(GOOD).encode()
     replies = [await post(stack, key, body, **headers) for headers in ({}, {"x-stainless-retry-count": "0"})]
     assert replies[0].json()["id"] != replies[1].json()["id"]
@@ -81,9 +81,8 @@ async def test_a_call_that_ends_after_its_attempt_is_late(stack: Stack, key: Att
     assert len(stack.upstream.received) == 2
 
 
-async def test_closing_waits_for_the_call_that_is_being_written(stack: Stack) -> None:
+async def test_closing_waits_for_the_call_that_is_being_written(stack: Stack, key: AttemptKey) -> None:
     """It completed, so the attempt counts and is not tried again."""
-    key = await stack.lease()
     stack.store.writable.clear()
     asking = asyncio.ensure_future(stack.client(key).chat.completions.create(**GOOD))
     await stack.store.write_waits.wait()
@@ -173,32 +172,29 @@ async def test_a_reply_larger_than_the_sockets_buffers_that_is_not_read(stack: S
     await recorded(attempt, True)
 
 
+DISTORTING = {"presence_penalty": 1, "frequency_penalty": 1, "logit_bias": {"5": 3}, "top_k": 3, "min_p": 0.1}
+DISTORTING["repetition_penalty"] = 1.2
+"""Settings by which log-probabilities are no longer those of what is trained."""
+
+
 @pytest.mark.parametrize(
     ("mode", "temperature"), [(Mode.TRAIN, 0.7), (Mode.EVAL_SAMPLED, 0.7), (Mode.EVAL_GREEDY, 0.0)]
 )
 async def test_the_mode_fixes_the_sampling(stack: Stack, mode: Mode, temperature: float) -> None:
     key = await stack.lease(mode=mode)
     asked: Any = {"temperature": 1.9, "top_p": 0.1, "seed": 5, "max_completion_tokens": 7}
-    await stack.client(key).chat.completions.create(**GOOD, **asked)
+    await stack.client(key).chat.completions.create(**GOOD, **asked, extra_body=DISTORTING)
     await stack.client(key).chat.completions.create(**GOOD, max_tokens=99_999)
     narrow, wide = (received.body for received in stack.upstream.received)
     assert (narrow["temperature"], narrow["top_p"], narrow["max_tokens"]) == (temperature, 1.0, 7)
     assert wide["max_tokens"] == 512
     assert "max_completion_tokens" not in narrow
+    assert DISTORTING.keys() & narrow.keys() == (set() if mode.trains else DISTORTING.keys())
     first, second = await stack.calls(key)
+    assert DISTORTING.keys() <= first.request.keys()
     assert first.requested == Sampling(temperature=1.9, top_p=0.1, max_tokens=7, seed=5)
     assert first.effective == Sampling(temperature=temperature, top_p=1.0, max_tokens=7, seed=narrow["seed"])
     assert second.requested == Sampling(max_tokens=99_999)
-
-
-async def test_what_distorts_log_probabilities_is_dropped_in_training(stack: Stack) -> None:
-    key = await stack.lease()
-    distorting = {"presence_penalty": 1, "frequency_penalty": 1, "logit_bias": {"5": 3}, "top_k": 3, "min_p": 0.1}
-    distorting["repetition_penalty"] = 1.2
-    await stack.client(key).chat.completions.create(**GOOD, extra_body=distorting)
-    assert not distorting.keys() & stack.upstream.received[0].body.keys()
-    (call,) = await stack.calls(key)
-    assert distorting.keys() <= call.request.keys()
 
 
 async def test_seeds_differ_between_calls_and_repeat_exactly() -> None:

@@ -41,19 +41,12 @@ async def test_bodies_that_are_no_json_object(stack: Stack, key: AttemptKey) -> 
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json"), body
 
 
-async def test_the_agents_key_is_checked(stack: Stack, key: AttemptKey) -> None:
-    async with httpx.AsyncClient(trust_env=False) as http:
-        for wrong in ("schlüssel", stack.server.worker_key, ""):
-            headers = {"Authorization": f"Bearer {wrong}".encode()} if wrong else {}
-            refused = await http.get(f"{stack.url(key if wrong else None)}/models", headers=headers)
-            assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key"), wrong
-    with pytest.raises(openai.AuthenticationError, match="OPENAI_API_KEY"):
-        await stack.client(key, api_key="nonsense").chat.completions.create(**GOOD)
-
-
 async def test_a_call_must_belong_to_a_rollout(stack: Stack, key: AttemptKey) -> None:
     with pytest.raises(openai.AuthenticationError, match=r"context\.base_url and context\.api_key"):
         await stack.client().chat.completions.create(**GOOD)
+    with pytest.raises(openai.AuthenticationError, match="OPENAI_API_KEY") as raised:
+        await stack.client(key, api_key="nonsense").chat.completions.create(**GOOD)
+    assert raised.value.code == "invalid_api_key"
     for unknown in (AttemptKey("nobody", 0), AttemptKey(key.rollout, 5)):
         with pytest.raises(openai.NotFoundError, match=unknown.rollout):
             await stack.client(unknown).chat.completions.create(**GOOD)
@@ -196,8 +189,7 @@ def root_of(stack: Stack, key: AttemptKey) -> str:
         "/openai/deployments/default/{}?api-version=2025-01-01-preview",
     ],
 )
-async def test_every_shape_of_path_is_served(stack: Stack, path: str) -> None:
-    key = await stack.lease()
+async def test_every_shape_of_path_is_served(stack: Stack, key: AttemptKey, path: str) -> None:
     counting = {"messages/count_tokens": GOOD, "responses/input_tokens": SMALLEST["responses"]}
     headers = {"Authorization": f"Bearer {stack.key(key)}"}
     async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
@@ -212,8 +204,7 @@ async def test_every_shape_of_path_is_served(stack: Stack, path: str) -> None:
     assert len(await stack.calls(key)) == 8
 
 
-async def test_azures_client(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_azures_client(stack: Stack, key: AttemptKey) -> None:
     async with openai.AsyncAzureOpenAI(
         azure_endpoint=root_of(stack, key), api_key=stack.key(key), api_version="2025-01-01-preview", max_retries=0
     ) as client:
@@ -230,8 +221,7 @@ async def test_azures_client(stack: Stack) -> None:
     assert slashed.json()["model"] == "org/gpt-x"
 
 
-async def test_other_paths_stay_what_they_are(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_other_paths_stay_what_they_are(stack: Stack, key: AttemptKey) -> None:
     headers = {"Authorization": f"Bearer {stack.key(key)}"}
     async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
         for path in ("/files", "//agl/v1/lease", "/v1/agl/v1/lease", "/openai/deployments/x", "/v1", "/"):
@@ -323,8 +313,7 @@ async def test_speech_is_streamed_and_transcriptions_are_uploaded(client: AsyncO
     assert other.transcribed == [("said.mp3", SOUND, "stt")]
 
 
-async def test_models_are_listed_as_anthropics_client_reads_them(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_models_are_listed_as_anthropics_client_reads_them(stack: Stack, key: AttemptKey) -> None:
     url = stack.url(key).removesuffix("/v1")
     async with anthropic.AsyncAnthropic(
         base_url=url, api_key=stack.key(key), _strict_response_validation=True
@@ -351,8 +340,9 @@ async def test_without_another_server_the_model_server_is_asked_with_its_own_key
     assert other.received[0].headers["Authorization"] == "Bearer upstream-key"
 
 
-async def test_an_agent_without_a_key_or_after_its_end_gets_nothing(stack: Stack, other: OtherServer) -> None:
-    key = await stack.lease()
+async def test_an_agent_without_a_key_or_after_its_end_gets_nothing(
+    stack: Stack, key: AttemptKey, other: OtherServer
+) -> None:
     with pytest.raises(openai.AuthenticationError):
         await stack.client(key, api_key="nonsense").embeddings.create(model="m", input="x")
     await stack.server.queue.close_attempt(key, CloseRequest(ending=Ending.FINISHED))
@@ -362,8 +352,7 @@ async def test_an_agent_without_a_key_or_after_its_end_gets_nothing(stack: Stack
     assert other.received == []
 
 
-async def test_no_other_route_is_reached(stack: Stack, other: OtherServer) -> None:
-    key = await stack.lease()
+async def test_no_other_route_is_reached(stack: Stack, key: AttemptKey, other: OtherServer) -> None:
     headers = {"Authorization": f"Bearer {stack.key(key)}"}
     async with httpx2.AsyncClient(trust_env=False) as client:
         for route in ("files", "models/..%2Ffiles", "models/%252e%252e/files", "embeddings/../files"):

@@ -160,8 +160,9 @@ async def test_a_body_that_is_refused_unread_is_not_waited_for_either(monkeypatc
             assert b"HTTP/1.1" not in rest.result(), "one request has one answer"
 
 
-async def test_who_hangs_up_leaves_no_traceback(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
-    key = await stack.lease()
+async def test_who_hangs_up_leaves_no_traceback(
+    stack: Stack, key: AttemptKey, caplog: pytest.LogCaptureFixture
+) -> None:
     holders = {"/agl/v1/leases": stack.server.worker_key}
     holders |= {f"{rollout_path(*key)}/v1/{r}": stack.key(key) for r in ("chat/completions", "responses", "messages")}
     tasks = asyncio.all_tasks()
@@ -350,8 +351,9 @@ async def test_types_are_strict_in_what_workers_ask(
     assert (refused.status_code, field in message_of(refused)) == (422, True), refused.text
 
 
-async def test_gzip_bodies_of_agents_are_inflated_up_to_the_limit(stack: Stack, http: httpx.AsyncClient) -> None:
-    key = await stack.lease()
+async def test_gzip_bodies_of_agents_are_inflated_up_to_the_limit(
+    stack: Stack, key: AttemptKey, http: httpx.AsyncClient
+) -> None:
     zipped = {"content-encoding": "gzip", "authorization": f"Bearer {stack.server.keys.of_attempt(key)}"}
     for path, body in BODIES.items():
         url = f"{stack.url(key).removesuffix('/v1')}{path}"

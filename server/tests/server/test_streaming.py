@@ -73,8 +73,8 @@ async def test_what_is_recorded_is_what_would_have_come_whole(stack: Stack, key:
 
 
 @every_route
-async def test_text_comes_before_the_reply_has_ended(stack: Stack, route: str) -> None:
-    key, hold = await stack.lease(), Hold(LONG, after=4)
+async def test_text_comes_before_the_reply_has_ended(stack: Stack, key: AttemptKey, route: str) -> None:
+    hold = Hold(LONG, after=4)
     stack.upstream.script(hold)
     async with asking(stack, key, route) as lines:
         await first_text(lines)
@@ -88,8 +88,8 @@ async def test_text_comes_before_the_reply_has_ended(stack: Stack, route: str) -
 
 
 @every_route
-async def test_a_client_that_leaves_early_ends_the_sampling(stack: Stack, route: str) -> None:
-    key, hold = await stack.lease(), Hold(LONG, after=4)
+async def test_a_client_that_leaves_early_ends_the_sampling(stack: Stack, key: AttemptKey, route: str) -> None:
+    hold = Hold(LONG, after=4)
     stack.upstream.script(hold)
     async with asking(stack, key, route) as lines:
         await first_text(lines)
@@ -167,8 +167,8 @@ async def test_a_stream_that_stops_is_given_up() -> None:
         assert "did not answer" in await chat_error(stack, await stack.lease())
 
 
-async def test_a_retry_joins_the_stream_in_flight(stack: Stack) -> None:
-    key, hold = await stack.lease(), Hold(LONG)
+async def test_a_retry_joins_the_stream_in_flight(stack: Stack, key: AttemptKey) -> None:
+    hold = Hold(LONG)
     stack.upstream.script(hold)
 
     async def ask() -> tuple[str, str]:
@@ -206,10 +206,10 @@ async def test_model_servers_without_ids_or_streams(returns_ids: bool) -> None:
             assert (call.prompt_ids is not None) is returns_ids
             assert (call.choices[0].response_ids is not None) is returns_ids
             assert (call.choices[0].logprobs is not None) is returns_ids
-    async with running_stack(upstream_fields=lambda _: {"streams": False}) as stack:
+    async with running_stack(upstream_fields=lambda _: {"streams": False, "returns_ids": False}) as stack:
         stack.upstream.script(LONG)
         assert text_of(await streamed(stack, await stack.lease())) == LONG.text
-        assert "stream" not in stack.upstream.received[0].body
+        assert not {"stream", "return_token_ids", "logprobs"} & stack.upstream.received[0].body.keys()
 
 
 def chunk(**delta: Any) -> dict[str, Any]:
@@ -354,8 +354,8 @@ async def test_unusual_streams_reach_every_client_and_come_back_as_one_message(
         assert len(echoed.get("tool_calls") or ()) == len(expected[2])
 
 
-async def test_a_tools_name_comes_before_its_arguments(stack: Stack) -> None:
-    key, hold = await stack.lease(), Hold(CallTools([("add", {"text": "x" * 400})]), after=4)  # type: ignore[arg-type]
+async def test_a_tools_name_comes_before_its_arguments(stack: Stack, key: AttemptKey) -> None:
+    hold = Hold(CallTools([("add", {"text": "x" * 400})]), after=4)  # type: ignore[arg-type]
     stack.upstream.script(hold)
     async with client_of(stack, key) as client, client.messages.stream(**GOOD, max_tokens=999) as stream:
         async for event in stream:

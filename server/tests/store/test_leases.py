@@ -17,7 +17,6 @@ from agl_core.types import (
     Annotation,
     AttemptKey,
     Ending,
-    Mode,
     Reward,
     Rollout,
     RolloutState,
@@ -165,14 +164,3 @@ async def test_what_is_written_while_others_are_erased_is_whole(path: Path) -> N
         assert len(kept) > 10
         for number in kept:
             assert exactly(await store.calls([AttemptKey(f"r{number}", 0)])) == exactly([call(number)])
-
-
-async def test_what_ended_before_a_moment(store: SqliteStore) -> None:
-    for id, mode, state, ended in (
-        ("old", Mode.USE, RolloutState.DONE, 10.0),
-        ("new", Mode.USE, RolloutState.DONE, 30.0),
-        ("open", Mode.USE, RolloutState.RUNNING, None),
-        ("trained", Mode.TRAIN, RolloutState.DONE, 10.0),
-    ):
-        await store.put(make.rollout(id, mode=mode, state=state), make.attempt(id, ended=ended))
-    assert await store.ended_before(Mode.USE, 20.0) == ["old"]

@@ -181,13 +181,6 @@ async def test_the_first_tool_result_of_an_id_stands_and_only_what_it_left_open_
     assert await store.tool_results([AttemptKey("s", 0), KEY]) == [kept, elsewhere, own]
 
 
-async def test_an_annotation_under_one_id_is_recorded_once(store: SqliteStore) -> None:
-    first, second = Annotation("r", 0, "f", 1.0, {"reward": 0.5}, call="c"), Annotation("r", 0, "g", 3.0, {})
-    await store.put(first)
-    await store.put(replace(first, received=2.0, said={}), second)
-    assert await store.annotations([KEY]) == [first, second]
-
-
 async def test_a_long_episode_takes_linear_space(path: Path) -> None:
     """Another process may have written the first half."""
     turns, words, ids = 30, 2_000, 500

@@ -16,6 +16,7 @@ from agl_core.builtin import identical
 from agl_core.learning.batch import BatchPlan, PolicyCredit, StepBatches, make_batches, staleness
 from agl_core.store import Record
 from agl_core.types import CreditKind, DropReason, Rollout, TrainingRecord
+from agl_server.health.rollouts import staleness_metrics
 from agl_server.training.checkpoints import read_state
 
 from .scripted_training import Bench, StuckError, episode, make_bench, transition
@@ -193,6 +194,8 @@ def test_an_episode_is_as_old_as_its_oldest_transition(versions: Sequence[int | 
     mixed = replace(episode(versions=versions), transitions=(*episode(versions=versions).transitions, critic))
     assert staleness(mixed, {"default": now, "critic": 6 + 2}) == max(age, 2), "each by its own policy's versions"
     assert staleness(mixed, {"default": now}) == age
+    metrics = staleness_metrics([mixed, episode(versions=(now,))], {"default": now})
+    assert metrics == {"staleness/mean": age / 2, "staleness/max": age}
 
 
 def test_those_left_of_a_group_are_compared_unless_they_are_too_few() -> None:

@@ -30,7 +30,7 @@ from agl_core.types import (
     ToolStatus,
     TransitionKey,
 )
-from agl_server.health.rollouts import contrast_metrics, episode_metrics, staleness_metrics
+from agl_server.health.rollouts import contrast_metrics, episode_metrics
 from agl_server.health.verdict import MetricsLine, read_metrics, verdict_of
 from agl_server.training.evaluation import TaskScore, compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_server.training.metrics import MetricsLog, Summary, step_line
@@ -40,11 +40,6 @@ from .scripted_training import episode, make_bench
 
 def tool_result(id: str, status: ToolStatus = ToolStatus.OK) -> ToolResult:
     return ToolResult(id, "r", 0, "look", status)
-
-
-def test_episodes_are_as_old_as_their_oldest_call() -> None:
-    episodes = [episode("a", (1, 3)), episode("b", (3, 3)), episode("c", (2,))]
-    assert staleness_metrics(episodes, {"default": 3}) == {"staleness/mean": 1.0, "staleness/max": 2.0}
 
 
 def test_rewards_are_of_all_rollouts_and_one_without_counts_as_nothing() -> None:

@@ -21,7 +21,7 @@ from agl_core.capture.requests import HEADER_POLICY
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import END_TOKEN, logprob
 from agl_core.types import AttemptKey
-from agl_server.testing import Stack, running_stack
+from agl_server.testing import Stack
 
 from ..server_aids import GOOD, HELLO, OWN, SMALLEST, assistant, call, chunks_of, closed, post, reply
 
@@ -45,8 +45,9 @@ async def test_logprobs_go_to_clients_that_ask(stack: Stack, client: AsyncOpenAI
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
-async def test_a_stream_is_in_pieces_and_has_the_usage_that_is_asked_for(stack: Stack, route: str) -> None:
-    key = await stack.lease()
+async def test_a_stream_is_in_pieces_and_has_the_usage_that_is_asked_for(
+    stack: Stack, key: AttemptKey, route: str
+) -> None:
     stack.upstream.script(*[Say("a long text, " * 20)] * 2)
     requests = [{**SMALLEST[route], "stream": True, "stream_options": o} for o in ({}, {"include_usage": True})]
     silent, at_the_end = [chunks_of((await post(stack, key, request, route)).text) for request in requests]
@@ -57,8 +58,8 @@ async def test_a_stream_is_in_pieces_and_has_the_usage_that_is_asked_for(stack: 
     assert chunks == [None] * len(silent)
 
 
-async def test_completions_have_logprobs_in_the_older_shape(stack: Stack) -> None:
-    key, request = await stack.lease(), {**SMALLEST["completions"], "logprobs": 2}
+async def test_completions_have_logprobs_in_the_older_shape(stack: Stack, key: AttemptKey) -> None:
+    request = {**SMALLEST["completions"], "logprobs": 2}
     stack.upstream.script(*[Say("ab" * 100)] * 2)
     whole = await post(stack, key, {**request, "n": 2}, "completions")
     streamed = await post(stack, key, {**request, "stream": True}, "completions")
@@ -72,9 +73,9 @@ async def test_completions_have_logprobs_in_the_older_shape(stack: Stack) -> Non
         assert [value for part in carried if part for value in part[name]] == values
 
 
-async def test_the_version_is_the_engines_the_headers_or_the_trainers(stack: Stack) -> None:
-    key = await stack.lease()
-    client = stack.client(key)
+async def test_the_version_is_the_engines_the_headers_or_the_trainers(
+    stack: Stack, key: AttemptKey, client: AsyncOpenAI
+) -> None:
 
     async def ask() -> int | None:
         await client.chat.completions.create(**GOOD)
@@ -89,32 +90,7 @@ async def test_the_version_is_the_engines_the_headers_or_the_trainers(stack: Sta
     assert await ask() == 9
 
 
-async def test_what_the_engine_tells_is_recorded(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
-    stack.upstream.script(Say("ab"))
-    engine_fields = {
-        "version": 1,
-        "prefilled": 10,
-        "reused": 20,
-        "prefix_broken": "edited",
-        "choices": [{"mask": [True, False, True], "parse_error": "no closing brace"}],
-    }
-    stack.upstream.more = {"agl": engine_fields}
-    await client.chat.completions.create(**GOOD)
-    (call,) = await stack.calls(key)
-    assert (call.prefilled, call.reused, call.prefix_broken) == (10, 20, "edited")
-    assert call.choices[0].mask.tolist() == [True, False, True]
-    assert call.choices[0].parse_error == "no closing brace"
-
-
-async def test_an_upstream_that_returns_no_ids_is_not_asked_for_them() -> None:
-    async with running_stack(upstream_fields=lambda _: {"returns_ids": False}) as stack:
-        key = await stack.lease()
-        await stack.client(key).chat.completions.create(**GOOD)
-        assert not {"return_token_ids", "logprobs"} & set(stack.upstream.received[0].body)
-
-
-async def test_log_probabilities_that_do_not_fit_the_ids_are_not_recorded(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_log_probabilities_that_do_not_fit_the_ids_are_not_recorded(stack: Stack, key: AttemptKey) -> None:
     stack.upstream.script(reply(OWN["text"], logprobs={"content": [{"token": "a", "logprob": -1.0}]}))
     await stack.client(key).chat.completions.create(**GOOD)
     (call,) = await stack.calls(key)

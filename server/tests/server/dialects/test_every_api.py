@@ -173,6 +173,8 @@ async def test_a_call_is_recorded_exactly_as_sampled(stack: Stack, key: AttemptK
     assert choice.response_ids.tolist() == sampled
     assert choice.logprobs.tolist() == np.float32([logprob(token) for token in sampled]).tolist()
     assert (choice.finish_reason, choice.message["content"]) == (FinishReason.STOP, OWN["text"]["content"])
+    assert (call.prefilled, call.reused, call.prefix_broken) == (1, 2, "edited"), "as the engine tells"
+    assert (choice.mask.tolist(), choice.parse_error) == ([False, *[True] * (len(sampled) - 1)], "no closing brace")
     assert call.started <= call.ended
 
     (received,) = stack.upstream.received
@@ -207,8 +209,8 @@ async def test_null_and_what_asks_for_nothing_is_absent(stack: Stack, name: str)
 
 
 @every_api
-async def test_replies_and_streams_fit_the_schema_and_have_no_extras(stack: Stack, name: str) -> None:
-    key, api = await stack.lease(), APIS[name]
+async def test_replies_and_streams_fit_the_schema_and_have_no_extras(stack: Stack, key: AttemptKey, name: str) -> None:
+    api = APIS[name]
     for case, own in OWN.items():
         stack.upstream.script(*[reply(own)] * 2)
         whole, streamed = await ask(stack, key, name, {}, {"stream": True})

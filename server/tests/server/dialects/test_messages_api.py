@@ -40,8 +40,9 @@ async def test_stop_reasons(stack: Stack, claude: AsyncAnthropic) -> None:
         assert message.stop_sequence == final.stop_sequence == ("END" if reason == "stop_sequence" else None)
 
 
-async def test_the_key_is_taken_from_either_header(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = await stack.lease()
+async def test_the_key_is_taken_from_either_header(
+    stack: Stack, key: AttemptKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (
         ("ANTHROPIC_BASE_URL", stack.url(key).removesuffix("/v1")),
         ("ANTHROPIC_AUTH_TOKEN", stack.key(key)),

@@ -152,9 +152,9 @@ async def parallel(stack: Stack, key: AttemptKey) -> list[dict[str, Any]]:
     return [item.model_dump(exclude_unset=True) for item in response.output]
 
 
-async def test_parallel_calls_stay_together_however_they_come_back(stack: Stack) -> None:
-    key = await stack.lease()
-    client = stack.client(key)
+async def test_parallel_calls_stay_together_however_they_come_back(
+    stack: Stack, key: AttemptKey, client: AsyncOpenAI
+) -> None:
     text, *calls = await parallel(stack, key)
     results: list[Any] = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": f"did {item['call_id']}"}
@@ -263,8 +263,7 @@ async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, clien
         await other.responses.retrieve(stored.id)
 
 
-async def test_tokens_are_counted_and_not_recorded(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_tokens_are_counted_and_not_recorded(stack: Stack, key: AttemptKey) -> None:
     client, anthropics = stack.client(key), client_of(stack, key)
     tools: list[Any] = [{"type": "function", "name": "f", "parameters": {}, "strict": True}]
     counted = await client.responses.input_tokens.count(model="m", input="hello", tools=tools)

@@ -46,8 +46,9 @@ async def test_hosted_tools_are_the_model_servers_affair(stack: Stack, client: A
 OF_OPENAI = ("file_search_call", "code_interpreter_call", "mcp_call", "mcp_list_tools", "apply_patch_call_output")
 
 
-async def test_a_session_of_codex_is_served_without_what_only_its_own_servers_know(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_a_session_of_codex_is_served_without_what_only_its_own_servers_know(
+    stack: Stack, key: AttemptKey
+) -> None:
     run: Any = {"type": "function", "name": "exec_command", "parameters": {"type": "object", "properties": {}}}
     patch = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", **GRAMMAR}}
     others = [{"type": "web_search"}, {"type": "tool_search"}, {"type": "shell"}]
@@ -91,8 +92,9 @@ AIDER = "You are an expert software engineer that generates concise, one-line Gi
         ("responses", {"instructions": OPENCODE}),
     ],
 )
-async def test_what_a_program_asks_for_itself_is_housekeeping(stack: Stack, route: str, change: Any) -> None:
-    key = await stack.lease()
+async def test_what_a_program_asks_for_itself_is_housekeeping(
+    stack: Stack, key: AttemptKey, route: str, change: Any
+) -> None:
     own = {"messages": [{"role": "system", "content": f"Do not say: {OPENCODE}"}, *HELLO]}
     stack.upstream.script(Say("3"), Say("A title"))
     await post(stack, key, {**GOOD, **own})
@@ -106,9 +108,9 @@ async def test_what_a_program_asks_for_itself_is_housekeeping(stack: Stack, rout
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_custom_tools_of_chat_completions(stack: Stack, stream: bool) -> None:
-    key = await stack.lease()
-    client = stack.client(key)
+async def test_custom_tools_of_chat_completions(
+    stack: Stack, key: AttemptKey, client: AsyncOpenAI, stream: bool
+) -> None:
     tools: Any = [{"type": "custom", "custom": SHELL}]
     stack.upstream.script(USES_CUSTOM)
     request: Any = {**GOOD, "tools": tools, "stream": stream}
@@ -130,9 +132,9 @@ async def test_custom_tools_of_chat_completions(stack: Stack, stream: bool) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_custom_tools_of_the_responses_api(stack: Stack, stream: bool) -> None:
-    key = await stack.lease()
-    client = stack.client(key)
+async def test_custom_tools_of_the_responses_api(
+    stack: Stack, key: AttemptKey, client: AsyncOpenAI, stream: bool
+) -> None:
     tools: Any = [{"type": "custom", **SHELL, "format": {"type": "grammar", **GRAMMAR}}]
     stack.upstream.script(USES_CUSTOM)
     request: Any = {**REQUEST, "tools": tools, "tool_choice": {"type": "custom", "name": "shell"}}
@@ -223,8 +225,9 @@ async def test_no_field_of_a_client_reaches_a_model_server_that_does_not_know_it
         ("memory_20250818", "memory"),
     ],
 )
-async def test_tools_that_anthropic_defines_and_the_agent_runs(stack: Stack, kind: str, name: str) -> None:
-    key = await stack.lease()
+async def test_tools_that_anthropic_defines_and_the_agent_runs(
+    stack: Stack, key: AttemptKey, kind: str, name: str
+) -> None:
     tools: Any = [{"type": kind, "name": name}]
     arguments = {"command": "view", "path": "/memories"}
     stack.upstream.script(CallTools([(name, arguments)]))
@@ -278,8 +281,7 @@ async def test_documents_images_and_results_of_searches_are_passed_on(stack: Sta
     assert tool == {"role": "tool", "tool_call_id": "c", "content": "add"}
 
 
-async def test_a_model_need_not_be_named_where_there_is_one(stack: Stack) -> None:
-    key = await stack.lease()
+async def test_a_model_need_not_be_named_where_there_is_one(stack: Stack, key: AttemptKey) -> None:
     bodies = {route: {n: v for n, v in body.items() if n != "model"} for route, body in SMALLEST.items()}
     for route, body in bodies.items():
         response = await post(stack, key, body, route)
