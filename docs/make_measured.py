@@ -93,13 +93,7 @@ def compared() -> Iterator[Experiment]:
     for example, capped in CAPPED.items():
         for seed in range(3):
             for label, changes in {**(ABLATION if example == "trip" else {}), **PAIRS}.items():
-                yield Experiment(EXAMPLES / example, label, (*capped, *changes), seed, memory_first)
-
-
-def memory_first(run: Path) -> Result:
-    """How often the trip example's policy asked memory first in the end."""
-    shares = series(read_metrics(run), "eval", "eval/sampled/reward/memory_first")
-    return {"memory_first": shares[-1][1]} if shares else {}
+                yield Experiment(EXAMPLES / example, label, (*capped, *changes), seed)
 
 
 def comparison() -> Iterator[str]:

@@ -36,10 +36,6 @@ KEPT = (
 )  # fmt: skip
 
 
-def nothing_else(run: Path) -> Result:
-    return {}
-
-
 @dataclass(frozen=True)
 class Experiment:
     folder: Path
@@ -47,7 +43,7 @@ class Experiment:
     settings: tuple[str, ...]
     """Changes to the example's `train.toml`."""
     seed: int
-    look: Look = nothing_else
+    look: Look = lambda run: {}
 
     @property
     def example(self) -> str:

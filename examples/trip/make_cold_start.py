@@ -7,8 +7,6 @@ With three seeds, the same untaught policy is trained in two ways:
 - SFT on 50 demonstrations, then RFT, which imitates the rollouts that succeeded, then GRPO;
 - GRPO alone, for as many rollouts as RFT and GRPO have.
 
-If it is interrupted, call it again; to begin anew, remove `runs/cold-start`.
-
 Results go to `cold_start.json`, `cold_start.svg` and the table in README.md beside this file; the runs are in
 `runs/cold-start`.
 
@@ -35,13 +33,13 @@ HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent
 sys.path[:0] = [str(HERE), str(EXAMPLES), str(EXAMPLES.parent / "tests" / "benchmarks")]
 
-import make_trip  # noqa: E402
 from make_policy import teach, write_random  # noqa: E402
+from make_trip import RECIPE, Choice, Situation, Told, behave, lesson  # noqa: E402
 from measured import Experiment, Result, average, spread, table  # noqa: E402
-from recipes import Demonstrations, Message, chooser, opened, says, uses  # noqa: E402
+from recipes import Demonstrations, Message, chooser, opened, says  # noqa: E402
 from seeds import curves, picture  # noqa: E402
 from tables import replaced  # noqa: E402
-from trip_tools import SYSTEM_PROMPT, TOOLS, use  # noqa: E402
+from trip_tools import SYSTEM_PROMPT, TOOLS  # noqa: E402
 from trips import Split, traveller, trip  # noqa: E402
 
 SEEDS = range(3)
@@ -51,13 +49,13 @@ DEMONSTRATIONS = 50
 RUNS = Path("runs/cold-start").resolve()
 RESULTS = HERE / "cold_start.json"
 
-HOPELESS: dict[make_trip.Situation, dict[make_trip.Choice, float]] = {
-    make_trip.Situation.ASKED: {make_trip.search_everywhere: 0.5, make_trip.calculate_words: 0.5},
-    make_trip.Situation.FAILED: {
-        make_trip.search_everywhere: 0.3,
-        make_trip.calculate_words: 0.3,
-        make_trip.ask_seat: 0.1,
-        make_trip.guess: 0.3,
+HOPELESS = {
+    Situation.ASKED: {Choice.SEARCH_EVERYWHERE: 0.5, Choice.CALCULATE_WORDS: 0.5},
+    Situation.FAILED: {
+        Choice.SEARCH_EVERYWHERE: 0.3,
+        Choice.CALCULATE_WORDS: 0.3,
+        Choice.ASK_SEAT: 0.1,
+        Choice.GUESS: 0.3,
     },
 }
 """How often each choice is made by an assistant that never finds anything out."""
@@ -82,9 +80,9 @@ WAYS = ("SFT", "RFT", "GRPO"), ("GRPO alone",)
 def errands(seed: int, index: int) -> list[Message]:
     """A user who asks for one thing after the other, in any order, and may refer to what was found out."""
     rng = random.Random(f"errands/{seed}/{index}")
-    task, known = trip(f"{Split.TRAIN}/errands-{seed}/{index}"), make_trip.Told()
+    task, known = trip(f"{Split.TRAIN}/errands-{seed}/{index}"), Told()
     messages = opened(SYSTEM_PROMPT, "")[:1]
-    for number in range(ERRANDS):
+    for _ in range(ERRANDS):
         airline, fare, refund = (
             brief if is_known and rng.random() < 0.6 else f"{word} {value}"
             for is_known, brief, word, value in (
@@ -95,19 +93,16 @@ def errands(seed: int, index: int) -> list[Message]:
         )
         question, choice, answer = rng.choice(
             (
-                ("Which airline do I fly with?", make_trip.ask_airline, "You fly with {}."),
-                ("What do I get back?", make_trip.ask_refund, "You get {}."),
-                (f"What is {airline} to {task.city}?", make_trip.search_airline, "You pay {}."),
-                (f"What is {airline} to {task.city}?", make_trip.search_city, "You pay {}."),
-                (f"What is {fare} - {refund}?", make_trip.subtract, "It is {}."),
-                (f"What is {fare} - {refund}?", make_trip.subtract, "It is {}."),
+                ("Which airline do I fly with?", Choice.ASK_AIRLINE, "You fly with {}."),
+                ("What do I get back?", Choice.ASK_REFUND, "You get {}."),
+                (f"What is {airline} to {task.city}?", Choice.SEARCH_AIRLINE, "You pay {}."),
+                (f"What is {airline} to {task.city}?", Choice.SEARCH_CITY, "You pay {}."),
+                (f"What is {fare} - {refund}?", Choice.SUBTRACT, "It is {}."),
+                (f"What is {fare} - {refund}?", Choice.SUBTRACT, "It is {}."),
             )
         )
-        call = choice(task, "")
-        output = use(task, call.tool, call.text)
-        known.hear(call, output)
-        messages += [{"role": "user", "content": question}, *uses(call.tool, call.text, output, f"call_{number}")]
-        messages.append(says(answer.format(output)))
+        messages += [{"role": "user", "content": question}, *known.ask(choice, task)]
+        messages.append(says(answer.format(known.output)))
     return messages
 
 
@@ -115,48 +110,32 @@ def untaught(seed: int, index: int) -> list[Message]:
     """Errands and travellers who are not helped, in turn."""
     if index % 2:
         return errands(seed, index)
-    return make_trip.behave(
-        trip(traveller(Split.TRAIN, -1 - seed, index)), chooser(f"hopeless/{seed}/{index}", HOPELESS)
-    )
+    return behave(trip(traveller(Split.TRAIN, -1 - seed, index)), chooser(f"hopeless/{seed}/{index}", HOPELESS))
 
 
 def make_untaught() -> None:
     """Make the policy of `UNTAUGHT` again, with the tokenizer of the example's own."""
-    recipe = replace(
-        make_trip.RECIPE, shown=Demonstrations(untaught, TOOLS, errands), steps=UNTAUGHT_STEPS, reading=0.6
-    )
+    recipe = replace(RECIPE, shown=Demonstrations(untaught, TOOLS, errands), steps=UNTAUGHT_STEPS, reading=0.6)
     with tempfile.TemporaryDirectory() as random_weights:
-        write_random(make_trip.RECIPE, 0, Path(random_weights))
+        write_random(RECIPE, 0, Path(random_weights))
         teach(HERE, recipe, 0, Path(random_weights), UNTAUGHT)
-
-
-def demonstrate(seed: int) -> Path:
-    """A file of demonstrations, a conversation each line."""
-    file = RUNS / f"demonstrations-{seed}.jsonl"
-    lines = [{"messages": make_trip.lesson(seed, index), "tools": TOOLS} for index in range(DEMONSTRATIONS)]
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return file
-
-
-def trained(stage: str, seed: int, policy: Path, *settings: str) -> tuple[Result, Path]:
-    """A run of this stage that begins with a policy, if it is not there: its result, and the policy that came of it."""
-    changes = (*STAGES[stage], f"policies.default.model.path={policy}", *settings)
-    runs = RUNS / f"{stage.replace(' ', '-')}-{seed}"
-    kept = runs / "result.json"
-    if not kept.exists():
-        shutil.rmtree(runs, ignore_errors=True)
-        result = Experiment(HERE, stage, changes, seed).run(runs)
-        print(f"seed {seed}, {stage}:", result["rewards"]["eval"], file=sys.stderr, flush=True)
-        kept.write_text(json.dumps(result))
-    return json.loads(kept.read_text()), max(runs.glob("*/checkpoints/step-*")) / "default" / "model"
 
 
 def one_way(way: Sequence[str], seed: int) -> dict[str, Result]:
     """The result of each stage, the first of which begins with the untaught policy."""
     results, policy = {}, UNTAUGHT
     for stage in way:
-        recorded = [f'tasks.train={{source="recorded", run="{demonstrate(seed)}"}}'] if stage == "SFT" else []
-        results[stage], policy = trained(stage, seed, policy, *recorded)
+        runs = RUNS / f"{stage.replace(' ', '-')}-{seed}"
+        runs.mkdir(parents=True)
+        changes = [*STAGES[stage], f"policies.default.model.path={policy}"]
+        if stage == "SFT":
+            file = runs / "demonstrations.jsonl"
+            lines = [{"messages": lesson(seed, index), "tools": TOOLS} for index in range(DEMONSTRATIONS)]
+            file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+            changes.append(f'tasks.train={{source="recorded", run="{file}"}}')
+        results[stage] = Experiment(HERE, stage, tuple(changes), seed).run(runs)
+        print(f"seed {seed}, {stage}:", results[stage]["rewards"]["eval"], file=sys.stderr, flush=True)
+        policy = max(runs.glob("*/checkpoints/step-*")) / "default" / "model"
     return results
 
 
@@ -189,7 +168,7 @@ def main() -> None:
         return
     if not options.write:
         os.environ["OMP_NUM_THREADS"] = "1"  # Two runs share two cores.
-        RUNS.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(RUNS, ignore_errors=True)
         with ProcessPoolExecutor(2) as pool:
             ended = [[pool.submit(one_way, way, seed) for seed in SEEDS] for way in WAYS]
         results = [{**taught.result(), **alone.result()} for taught, alone in zip(*ended, strict=True)]

@@ -9,93 +9,49 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TypeAlias
+from enum import Enum, StrEnum
 
 from recipes import Demonstrations, Message, Recipe, Shape, chooser, opened, says, uses
 from trip_tools import MOST_CALLS, SYSTEM_PROMPT, TOOLS, use
 from trips import Split, Trip, traveller, trip
 
-
-@dataclass(frozen=True)
-class Asks:
-    tool: str
-    arguments: dict[str, str]
-
-    @property
-    def text(self) -> str:
-        """The arguments as the model writes them."""
-        return json.dumps(self.arguments)
+PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"]["required"][0] for tool in TOOLS}
 
 
-Reply: TypeAlias = Asks | str
-Choice: TypeAlias = Callable[[Trip, str], Reply]
-"""The next move, given the trip and the last tool's output."""
+class Choice(Enum):
+    """The next move: a tool and its argument, or an answer. The trip and the last tool's output fill them in."""
 
-
-def ask_airline(trip: Trip, output: str) -> Reply:
-    return Asks("memory", {"key": "airline"})
-
-
-def ask_refund(trip: Trip, output: str) -> Reply:
-    return Asks("memory", {"key": "refund"})
-
-
-def ask_seat(trip: Trip, output: str) -> Reply:
+    ASK_AIRLINE = "memory", "airline"
+    ASK_REFUND = "memory", "refund"
+    ASK_SEAT = "memory", "seat"
     """Nothing is noted of it."""
-    return Asks("memory", {"key": "seat"})
-
-
-def search_everywhere(trip: Trip, output: str) -> Reply:
+    SEARCH_EVERYWHERE = "search", "to {trip.city}"
     """Times out."""
-    return Asks("search", {"query": f"to {trip.city}"})
-
-
-def search_airline(trip: Trip, output: str) -> Reply:
-    return Asks("search", {"query": f"airline {trip.airline} to {trip.city}"})
-
-
-def search_city(trip: Trip, output: str) -> Reply:
-    """The same in other words."""
-    return Asks("search", {"query": f"to {trip.city} airline {trip.airline}"})
-
-
-def calculate_words(trip: Trip, output: str) -> Reply:
+    SEARCH_AIRLINE = "search", "airline {trip.airline} to {trip.city}"
+    SEARCH_CITY = "search", "to {trip.city} airline {trip.airline}"
+    CALCULATE_WORDS = "calculator", "fare - refund"
     """There is nothing to calculate yet."""
-    return Asks("calculator", {"expression": "fare - refund"})
-
-
-def subtract(trip: Trip, output: str) -> Reply:
-    return Asks("calculator", {"expression": f"fare {trip.fare} - refund {trip.refund}"})
-
-
-def add(trip: Trip, output: str) -> Reply:
+    SUBTRACT = "calculator", "fare {trip.fare} - refund {trip.refund}"
+    ADD = "calculator", "fare {trip.fare} + refund {trip.refund}"
     """The calculator does it without complaint."""
-    return Asks("calculator", {"expression": f"fare {trip.fare} + refund {trip.refund}"})
-
-
-def answer_fare(trip: Trip, output: str) -> Reply:
+    ANSWER_FARE = None, "You pay fare {trip.fare}."
     """Forget the refund."""
-    return f"You pay fare {trip.fare}."
-
-
-def answer(trip: Trip, output: str) -> Reply:
+    ANSWER = None, "You pay {output}."
     """Believe the last tool."""
-    return f"You pay {output}."
-
-
-def answer_briefly(trip: Trip, output: str) -> Reply:
-    """The same in other words."""
-    return f"It costs {output}."
-
-
-def guess(trip: Trip, output: str) -> Reply:
+    ANSWER_BRIEFLY = None, "It costs {output}."
+    GUESS = None, "You pay = 0."
     """Never right: a refund is less than a fare."""
-    return "You pay = 0."
 
 
-RIGHT = (ask_airline, ask_refund, search_airline, search_city, subtract, answer, answer_briefly)
-"""The choices that lead to the answer, made in the right situation."""
+WRONG = {
+    Choice.ASK_SEAT,
+    Choice.SEARCH_EVERYWHERE,
+    Choice.CALCULATE_WORDS,
+    Choice.ADD,
+    Choice.ANSWER_FARE,
+    Choice.GUESS,
+}
+"""The other choices lead to the answer, made in the right situation."""
 
 
 class Situation(StrEnum):
@@ -112,26 +68,36 @@ class Situation(StrEnum):
 
 
 SHARES: dict[Situation, dict[Choice, float]] = {
-    Situation.ASKED: {ask_airline: 0.16, ask_refund: 0.16, search_everywhere: 0.4, calculate_words: 0.28},
-    Situation.FAILED: {
-        ask_airline: 0.45,
-        ask_refund: 0.15,
-        ask_seat: 0.1,
-        search_everywhere: 0.1,
-        calculate_words: 0.1,
-        guess: 0.1,
+    Situation.ASKED: {
+        Choice.ASK_AIRLINE: 0.16,
+        Choice.ASK_REFUND: 0.16,
+        Choice.SEARCH_EVERYWHERE: 0.4,
+        Choice.CALCULATE_WORDS: 0.28,
     },
-    Situation.AIRLINE: {search_airline: 0.3, search_city: 0.3, ask_refund: 0.25, search_everywhere: 0.15},
-    Situation.REFUND: {ask_airline: 0.85, search_everywhere: 0.15},
-    Situation.NOTES: {search_airline: 0.42, search_city: 0.42, search_everywhere: 0.16},
-    Situation.FARE: {ask_refund: 0.85, answer_fare: 0.15},
-    Situation.FACTS: {subtract: 0.8, add: 0.2},
-    Situation.RESULT: {answer: 0.44, answer_briefly: 0.44, guess: 0.12},
+    Situation.FAILED: {
+        Choice.ASK_AIRLINE: 0.45,
+        Choice.ASK_REFUND: 0.15,
+        Choice.ASK_SEAT: 0.1,
+        Choice.SEARCH_EVERYWHERE: 0.1,
+        Choice.CALCULATE_WORDS: 0.1,
+        Choice.GUESS: 0.1,
+    },
+    Situation.AIRLINE: {
+        Choice.SEARCH_AIRLINE: 0.3,
+        Choice.SEARCH_CITY: 0.3,
+        Choice.ASK_REFUND: 0.25,
+        Choice.SEARCH_EVERYWHERE: 0.15,
+    },
+    Situation.REFUND: {Choice.ASK_AIRLINE: 0.85, Choice.SEARCH_EVERYWHERE: 0.15},
+    Situation.NOTES: {Choice.SEARCH_AIRLINE: 0.42, Choice.SEARCH_CITY: 0.42, Choice.SEARCH_EVERYWHERE: 0.16},
+    Situation.FARE: {Choice.ASK_REFUND: 0.85, Choice.ANSWER_FARE: 0.15},
+    Situation.FACTS: {Choice.SUBTRACT: 0.8, Choice.ADD: 0.2},
+    Situation.RESULT: {Choice.ANSWER: 0.44, Choice.ANSWER_BRIEFLY: 0.44, Choice.GUESS: 0.12},
 }
 """How often each choice is demonstrated in each situation."""
 
 _FLAWLESS = {
-    situation: {choice: share for choice, share in choices.items() if choice in RIGHT}
+    situation: {choice: share for choice, share in choices.items() if choice not in WRONG}
     for situation, choices in SHARES.items()
 }
 
@@ -145,13 +111,20 @@ class Told:
     fare: bool = False
     result: bool = False
     calls: int = 0
+    output: str = ""
+    """The last tool's."""
 
-    def hear(self, call: Asks, output: str) -> None:
+    def ask(self, choice: Choice, task: Trip) -> list[Message]:
+        """The call of the choice's tool, and its output."""
+        tool, argument = choice.value
+        arguments = json.dumps({PARAMETERS[tool]: argument.format(trip=task)})
+        self.output = use(task, tool, arguments)
+        self.airline |= choice is Choice.ASK_AIRLINE
+        self.refund |= choice is Choice.ASK_REFUND
+        self.fare |= tool == "search" and self.output.startswith("fare")
+        self.result |= tool == "calculator" and self.output.startswith("=")
         self.calls += 1
-        self.airline |= call.arguments == {"key": "airline"}
-        self.refund |= call.arguments == {"key": "refund"}
-        self.fare |= call.tool == "search" and output.startswith("fare")
-        self.result |= call.tool == "calculator" and output.startswith("=")
+        return uses(tool, arguments, self.output, f"call_{self.calls - 1}")
 
     @property
     def situation(self) -> Situation:
@@ -184,15 +157,13 @@ def _drawn(name: str, seed: int, index: int, shares: Mapping[Situation, Mapping[
 
 def behave(task: Trip, choose: Callable[[Situation], Choice]) -> list[Message]:
     """The whole conversation of an assistant that chooses like this, as the assistant sends it."""
-    messages = opened(SYSTEM_PROMPT, task.question)
-    known, output = Told(), ""
-    for call in range(MOST_CALLS):
-        reply = choose(known.situation)(task, output)
-        if isinstance(reply, str):
-            return [*messages, says(reply)]
-        output = use(task, reply.tool, reply.text)
-        known.hear(reply, output)
-        messages += uses(reply.tool, reply.text, output, f"call_{call}")
+    messages, known = opened(SYSTEM_PROMPT, task.question), Told()
+    for _ in range(MOST_CALLS):
+        choice = choose(known.situation)
+        tool, text = choice.value
+        if tool is None:
+            return [*messages, says(text.format(trip=task, output=known.output))]
+        messages += known.ask(choice, task)
     return messages[:-1]
 
 
