@@ -21,18 +21,12 @@ NODES = 3
 JOB = {
     "SLURM_JOB_ID": "7",
     "SLURM_NNODES": f"{NODES}",
-    "SLURM_JOB_NUM_NODES": f"{NODES}",
-    "SLURM_JOB_NODELIST": f"node-[1-{NODES}]",
     "SLURM_NTASKS": f"{NODES}",
-    "SLURM_NPROCS": f"{NODES}",
-    "SLURM_NTASKS_PER_NODE": "1",
-    "SLURM_TASKS_PER_NODE": f"1(x{NODES})",
-    "SLURM_GPUS_PER_NODE": "8",
     "SLURM_GPUS_ON_NODE": "8",
     "SLURMD_NODENAME": "node-1",
     "SLURM_SUBMIT_DIR": str(DEPLOY.parent),
 }
-"""Variables that sbatch sets for this script's own options; srun takes its defaults from it."""
+"""Variables that sbatch sets, so far as the script or srun reads them."""
 
 COMMANDS = ("srun", "scontrol", "ray", "agl")
 SOURCE = f"""#!{sys.executable}
@@ -138,7 +132,6 @@ class Cluster:
         job = self.submit(**{"TRAINS": "on", **more})
         self.until(job, lambda: bool(self.calls("agl", "train") and self.calls("agl", "worker")))
         self.until(job, (self.folder / "runs" / "calc-64" / "metrics.jsonl").exists)
-        time.sleep(0.5)
         return job
 
     def calls(self, name: str, first: str = "") -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import signal
 import tomllib
 from collections.abc import Iterator
@@ -127,16 +126,11 @@ def parse(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("line", COMMANDS, ids=lambda line: f"{line.source}:{line.words[0]}")
-def test_command_lines_are_parsed(line: CommandLine) -> None:
+def test_command_lines_are_parsed_and_their_settings_are_those_of_a_configuration(line: CommandLine) -> None:
     parse(line.words)
-
-
-@pytest.mark.parametrize(
-    "line", [line for line in COMMANDS if line.settings], ids=lambda line: f"{line.source}:{line.words[0]}"
-)
-def test_settings_are_those_of_a_configuration(line: CommandLine) -> None:
-    settings = [f"folder={CALC}" if s.startswith("folder=") else s for s in line.settings]
-    load(DEPLOY / "configs" / "64-gpus.toml", settings)
+    load(
+        DEPLOY / "configs" / "64-gpus.toml", [f"folder={CALC}" if s.startswith("folder=") else s for s in line.settings]
+    )
 
 
 def test_every_place_is_looked_at() -> None:
@@ -176,21 +170,15 @@ ENDED_BY_SLURM = (0, -signal.SIGTERM, -signal.SIGKILL)
 RAY_KEYS = ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN"]
 
 
-def linted(*command: str | Path) -> None:
-    tool = shutil.which(str(command[0]), path=BESIDE_PYTHON)
-    assert tool is not None, f"{command[0]} is missing: make install brings it"
-    run_command(tool, *command[1:])
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_good_bash(script: Path) -> None:
-    linted("bash", "-n", script)
-    linted("shellcheck", script)
+    run_command("bash", "-n", script)
+    run_command("shellcheck", script, PATH=BESIDE_PYTHON)
     assert os.access(script, os.X_OK)
 
 
 def test_the_dockerfile_is_well_formed() -> None:
-    linted("hadolint", "--failure-threshold=style", DEPLOY / "Dockerfile")
+    run_command("hadolint", "--failure-threshold=style", DEPLOY / "Dockerfile", PATH=BESIDE_PYTHON)
 
 
 @pytest.fixture
@@ -252,20 +240,13 @@ def test_sigterm_has_the_trainer_stop(cluster: Cluster) -> None:
     assert cluster.calls("scontrol") == []
 
 
-def test_a_job_whose_time_is_up_queues_itself_again(cluster: Cluster) -> None:
-    job = cluster.trains()
+@pytest.mark.parametrize(("trains", "says"), [("on", ""), ("stuck", "did not end within 1 s")])
+def test_a_job_whose_time_is_up_queues_itself_again(cluster: Cluster, trains: str, says: str) -> None:
+    """Its trainer is killed if it does not end in time, which costs its checkpoint."""
+    job = cluster.trains(TRAINS=trains, GRACE="1")
     job.send_signal(signal.SIGUSR1)
     cluster.ended(job, *ENDED_BY_SLURM)
-    assert [call[0] for call in cluster.calls("scontrol")] == [["requeue", "7"]]
-    cluster.ended(cluster.submit(), 0)
-    assert "--resume" in cluster.calls("agl", "train")[1][0]
-
-
-def test_a_trainer_that_does_not_end_in_time_is_killed_and_costs_its_checkpoint(cluster: Cluster) -> None:
-    job = cluster.trains(TRAINS="stuck", GRACE="1")
-    job.send_signal(signal.SIGUSR1)
-    cluster.ended(job, *ENDED_BY_SLURM)
-    assert "did not end within 1 s" in cluster.log()
+    assert says in cluster.log()
     assert [call[0] for call in cluster.calls("scontrol")] == [["requeue", "7"]]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,34 +46,6 @@ def test_pod_templates_are_valid(template: dict[str, Any]) -> None:
     """Those of the RayJob too, which no schema of Kubernetes reaches."""
     whole = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "template"}, "template": template}
     kubernetes_validate.validate(whole, KUBERNETES, strict=True)
-
-
-def group(spec: dict[str, Any]) -> Any:
-    [workers] = spec["rayClusterSpec"]["workerGroupSpecs"]
-    return workers
-
-
-SPOILED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a typo": lambda spec: spec.update(entryPoint="typo"),
-    "no entrypoint": lambda spec: spec.pop("entrypoint"),
-    "no cluster": lambda spec: spec.pop("rayClusterSpec"),
-    "no head": lambda spec: spec["rayClusterSpec"].pop("headGroupSpec"),
-    "no bounds of a group": lambda spec: group(spec).pop("minReplicas"),
-    "a word for a number": lambda spec: group(spec).update(replicas="8"),
-    "labels as a parameter": lambda spec: group(spec)["rayStartParams"].update(labels="a=b"),
-    "an unknown mode": lambda spec: spec.update(submissionMode="K8SJobMode"),
-    "a time to live of what is kept": lambda spec: spec.update(shutdownAfterJobFinishes=False),
-    "a negative time to live": lambda spec: spec.update(ttlSecondsAfterFinished=-1),
-}
-"""Rules of KubeRay's CRD or its operator, and settings that would do nothing."""
-
-
-@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
-def test_the_schema_of_a_rayjob_refuses_what_kuberay_would(spoil: Callable[[dict[str, Any]], Any]) -> None:
-    job = named("RayJob", "agl-train")
-    spoil(job["spec"])
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(job, SCHEMA)
 
 
 def test_the_kustomization_names_every_file_but_the_job() -> None:
