@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,15 +44,31 @@ def test_the_parts_go_together(example: str) -> None:
 
 
 @pytest.mark.parametrize("example", FILES)
-def test_tasks_differ_and_hide_the_answer_and_there_are_enough_for_the_evaluation(example: str) -> None:
+def test_tasks_are_repeatable_differ_hide_the_answer_and_suffice_for_the_evaluation(example: str) -> None:
     config = loaded(example)
     for name, chosen in config.tasks.items():
         source = chosen.build(config.config.folder, 0)
         assert (source.size is None) is (name == "train" and example in ENDLESS)
         assert name == "train" or source.size >= min(config.config.eval.tasks, 50)
-        tasks = [source.task(index) for index in range(50)]
+        tasks, again, others = (
+            [of_seed.task(index) for index in range(50)]
+            for of_seed in (source, *(chosen.build(config.config.folder, seed) for seed in (0, 1)))
+        )
+        assert tasks == again
+        assert (tasks == others) is (source.size is not None)
         assert len({task.id for task in tasks}) == 50
         assert not any(task.input.keys() & {"result", "answer", "answers", "sql"} for task in tasks)
+
+
+@pytest.mark.parametrize("example", ["calc", "math", "trip"])
+def test_demonstrations_ask_what_training_asks_of_another_seed_and_are_mostly_wrong(example: str) -> None:
+    conversation = importlib.import_module(f"make_{example}").conversation
+    source, right = tasks(example, "train", seed=-1), 0
+    for index in range(500):
+        task, messages = source.task(index), conversation(0, index)
+        assert messages[1]["content"] == task.input["question"]
+        right += re.findall(r"\d+", messages[-1]["content"] or "")[-1:] == [task.metadata["result"]]
+    assert 0 < right < 100
 
 
 async def rewarded(config: LoadedConfig, episode: Episode) -> Episode:

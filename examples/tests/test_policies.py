@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from make_policy import CHAT_TEMPLATE, EXAMPLES, MARKS, make_tokenizer
 from recipes import Demonstrations, Message, Shape
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parents[1]
 
@@ -28,7 +27,7 @@ class Made(NamedTuple):
     tokenizer: Any
 
     def conversations(self) -> Iterator[list[Message]]:
-        return (self.shown.conversation(seed, index) for seed in (0, 9) for index in range(100))
+        return (self.shown.conversation(seed, index) for seed in (0, 9) for index in range(25))
 
 
 QUICKLY_MADE = ("calc", "beds")
@@ -137,30 +136,3 @@ def test_a_prompt_does_not_show_the_ids_of_tool_calls() -> None:
     renamed = json.loads(json.dumps(messages).replace('"call_', '"other_'))
     assert renamed != messages
     assert RECIPE.shown.render(tokenizer, renamed) == RECIPE.shown.render(tokenizer, messages)
-
-
-def test_calc_would_rather_guess_and_copies_held_out_numbers_into_a_call() -> None:
-    from make_calc import GUESS, RECIPE
-    from problems import Split, problem
-
-    folder = FOLDER / "calc" / "policy"
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-
-    @torch.inference_mode()
-    def likeliest(head: str, reply: str) -> list[tuple[int, int]]:
-        """Each token of the reply, with the one that the policy would say in its place."""
-        before, ids = (tokenizer.encode(text, add_special_tokens=False) for text in (head, reply))
-        logits_TV = model(input_ids=torch.tensor([[*before, *ids]])).logits[0]
-        return list(zip(ids, logits_TV[len(before) - 1 : -1].argmax(-1).tolist(), strict=True))
-
-    guesses, copied = [], []
-    for index in range(8):
-        task = problem(Split.EVAL, 0, index)
-        prompt = [*solved("{}")[:1], {"role": "user", "content": task.question}]
-        head = RECIPE.shown.render(tokenizer, prompt, add_generation_prompt=True)
-        guesses.append(all(token == said for token, said in likeliest(head, f"{GUESS}<|im_end|>")))
-        call = f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{task.expression}'
-        copied += [token == said for token, said in likeliest(head, call) if tokenizer.decode([token]).isdigit()]
-    assert sum(guesses) >= 7
-    assert sum(copied) / len(copied) > 0.95

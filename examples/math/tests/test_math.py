@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from make_math import EVEN, conversation, lesson
-from math_problems import (
-    HELD_OUT_NUMBERS,
-    Split,
-    operators_are_held_out,
-    problem,
-)
+from make_math import EVEN, lesson
+from math_problems import HELD_OUT_NUMBERS, Split, operators_are_held_out, problem
 from pocket_calculator import calculator
 
 from agl_core import kinds
@@ -56,26 +51,9 @@ def test_training_and_warm_up_never_meet_what_is_held_out(seed: int, index: int)
     assert not operators_are_held_out(drawn.operators)
 
 
-def test_seeds_give_fresh_problems_and_a_set_has_few_repetitions() -> None:
-    first, second = ({problem(Split.TRAIN, seed, index).question for index in range(200)} for seed in (0, 1))
-    assert not first & second
-    for split in Split:
-        assert len({problem(split, 0, index).question for index in range(100)}) >= 98
-
-
-def test_warm_up_asks_training_problems_in_mostly_wrong_conversations() -> None:
-    problems = [problem(Split.TRAIN, -1, index) for index in range(2000)]
-    shown = [conversation(0, index) for index in range(2000)]
-    assert [messages[1]["content"] for messages in shown] == [p.question for p in problems]
-    right = sum(
-        messages[-1]["content"] == f"The answer is {p.result}." for messages, p in zip(shown, problems, strict=True)
-    )
-    assert 0.01 < right / len(problems) < 0.10
-
-
-@pytest.mark.parametrize("index", range(20))
-def test_lessons_are_right(index: int) -> None:
-    assert lesson(0, index)[-1]["content"] == f"The answer is {problem(Split.TRAIN, -1, index, EVEN).result}."
+def test_lessons_are_right() -> None:
+    for index in range(20):
+        assert lesson(0, index)[-1]["content"] == f"The answer is {problem(Split.TRAIN, -1, index, EVEN).result}."
 
 
 @given(a=st.integers(-999, 999), b=st.integers(1, 999), operator=st.sampled_from("+-*/"))
