@@ -50,16 +50,12 @@ def pin(core: Sequence[str]) -> None:
         os.sched_setaffinity(0, {int(number) for number in core})
 
 
-def chat(turn: int, question: str, history: int = 0) -> dict[str, Any]:
-    """The request of an agent's turn, 0 the first: it repeats the conversation with its tool results.
-
-    `history` is how many messages of about 100 tokens come before.
-    """
+def chat(turn: int, question: str) -> dict[str, Any]:
+    """The request of an agent's turn, 0 the first: it repeats the conversation with its tool results."""
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "You are an agent that plans journeys. Use the timetable, and answer briefly."},
         {"role": "user", "content": f"When does my train leave, and can I still take it? Question {question}"},
     ]
-    messages[1:1] = [{"role": "user", "content": f"{number} {'station ' * 99}"} for number in range(history)]
     for number in range(turn):
         function = {"name": "timetable", "arguments": json.dumps({"station": f"Station {number}"})}
         call = {"id": f"call_{question}_{number}", "type": "function", "function": function}
@@ -82,10 +78,10 @@ def post(path: str, key: str, body: Any) -> bytes:
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-def requests_of(lease: dict[str, Any], turns: int, history: int = 0, **more: Any) -> list[bytes]:
-    """The calls of a leased rollout's agent, one for each turn after a `history`; `more` fields are in each."""
+def requests_of(lease: dict[str, Any], turns: int, **more: Any) -> list[bytes]:
+    """The calls of a leased rollout's agent, one for each turn; `more` fields are in each."""
     path = f"{lease['path']}/v1/chat/completions"
-    return [post(path, lease["key"], {**chat(turn, lease["rollout"], history), **more}) for turn in range(turns)]
+    return [post(path, lease["key"], {**chat(turn, lease["rollout"]), **more}) for turn in range(turns)]
 
 
 class AnsweredWithError(Exception):

@@ -2,8 +2,8 @@
 
 `python server_peers.py upstream [CORE]` is a model server without a model. It prints its port, and answers every POST
 with one chat completion in vLLM's shape: 4.8 KB, 60 prompt ids, 40 response ids with their log-probabilities. A number
-in the text differs from reply to reply, and a long request has a prompt id for each 8 bytes. A reply that is streamed
-has the same tokens, the first at once and then one each `PER_TOKEN` seconds.
+in the text differs from reply to reply. A reply that is streamed has the same tokens, the first at once and then one
+each `PER_TOKEN` seconds.
 
 `python server_peers.py agent KIND [CORE]` is an agent whose model server is in its environment. For each number that it
 reads, it makes so many calls, one after the other, and prints their seconds as JSON.
@@ -24,9 +24,6 @@ from server_load import LENGTH, STREAM, chat, pin
 PROMPT_IDS, RESPONSE_IDS = 60, 40
 SAID = "The train leaves at half past nine, so the answer to question number ######## is that you can still take it."
 _NUMBER = b"########"
-_LONG_IDS = b"".join(b", %05d" % (10_000 + number * 7919 % 50_000) for number in range(20_000))
-_SHORT = 16 << 10
-"""Bytes of a request up to which a reply has `PROMPT_IDS`."""
 PER_TOKEN = 0.025
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
@@ -98,9 +95,8 @@ class UpstreamConnection(asyncio.Protocol):
                 for number, part in enumerate(self._stream[1:], 1):
                     asyncio.get_running_loop().call_later(number * PER_TOKEN, self._transport.write, part)
             else:
-                ids = _LONG_IDS[: 7 * (len(request) // 8)] if len(request) > _SHORT else b""
-                head, ended = _HEAD % (self._n_bytes + len(ids)), self._after.removesuffix(b"]}")
-                self._transport.write(b"%b%b%08d%b%b]}" % (head, self._before, next(self._numbers), ended, ids))
+                head = _HEAD % self._n_bytes
+                self._transport.write(b"%b%b%08d%b" % (head, self._before, next(self._numbers), self._after))
 
 
 async def serve() -> None:

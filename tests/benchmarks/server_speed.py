@@ -2,11 +2,11 @@
 
     python tests/benchmarks/server_speed.py
 
-prints six tables: agents' calls, calls that stream, calls with ever longer prompts, calls of unmodified agents, calls
-with ever more in the store, and rollouts. The server has one core, the client and a scripted upstream share another
-one; everything is written to a store on disk as in training. Needs a quiet machine; takes about six minutes. `--only
-calls` makes one table, `--quick` only shows that it works, `--write` puts the tables into docs/performance.md.
-It fails as soon as a request gets an error.
+prints five tables: agents' calls, calls that stream, calls of unmodified agents, calls with ever more in the store,
+and rollouts. The server has one core, the client and a scripted upstream share another one; everything is written to a
+store on disk as in training. Needs a quiet machine; takes about six minutes. `--only calls` makes one table, `--quick`
+only shows that it works, `--write` puts the tables into docs/performance.md. It fails as soon as a request gets an
+error.
 
     python tests/benchmarks/server_speed.py --against FOLDER
 
@@ -49,8 +49,6 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = "tests/benchmarks"
 CONCURRENCY = (1, 32, 256)
 STORED = (1_000, 10_000, 100_000)
-LENGTHS, LONG_TURNS = (60, 4_000, 16_000), 20
-"""Tokens of a conversation's first prompt, and its turns, which add little."""
 SHAPES = ((32, 6, 32), (1000, 3, 1000), (256, 4, 1000))
 """Runners, turns, and how many rollouts wait in the queue beside those that run."""
 IN_FLIGHT = 1000
@@ -145,14 +143,12 @@ class Calls:
         return float(1000 * (through - direct))
 
 
-async def calls(
-    server: Server, concurrency: int, seconds: float, turns: int = TURNS, history: int = 0, **more: Any
-) -> Calls:
+async def calls(server: Server, concurrency: int, seconds: float, **more: Any) -> Calls:
     """Agents' calls alone, with `more` fields: their attempts are leased before and closed after."""
-    request = post("/v1/chat/completions", "upstream-key", {**chat(turns - 1, "0", history), **more})
+    request = post("/v1/chat/completions", "upstream-key", {**chat(TURNS - 1, "0"), **more})
     direct = await at_once(server.upstream, "", concurrency, seconds / 3, lambda worker: worker.call(request))
-    leases = await leased(server, concurrency + (0 if history else int(seconds * ATTEMPTS)))
-    conversations = itertools.cycle([requests_of(lease, turns, history, **more) for lease in leases])
+    leases = await leased(server, concurrency + int(seconds * ATTEMPTS))
+    conversations = itertools.cycle([requests_of(lease, TURNS, **more) for lease in leases])
     requests: dict[str, Iterator[bytes]] = {}
 
     async def call(worker: Worker) -> None:
@@ -261,18 +257,6 @@ async def streams_table(scale: float) -> str:
     )
 
 
-async def lengths_table(scale: float) -> str:
-    rows = []
-    async with running() as server:
-        for tokens in LENGTHS:
-            result = await calls(server, 8, 4 * scale, turns=LONG_TURNS, history=tokens // 100)
-            per_second = f"{result.through.calls_per_second:,.0f}"
-            rows.append(f"{tokens:,} | {result.added(0.5):.2f} ms | {per_second} | {result.cpu:.2f} ms")
-    return table(
-        "Prompt tokens of a conversation of 20 turns, 8 at once | added, median | calls/s | server's CPU per call", rows
-    )
-
-
 async def agents_table(scale: float) -> str:
     """Three processes of one agent take turns: without agl, with agl attached and no server, and with both."""
     rows = []
@@ -346,7 +330,6 @@ async def rollouts_table(scale: float) -> str:
 TABLES: Mapping[str, Callable[[float], Awaitable[str]]] = {
     "calls": calls_table,
     "streams": streams_table,
-    "lengths": lengths_table,
     "agents": agents_table,
     "stored": stored_table,
     "rollouts": rollouts_table,

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 from testing_aids import run_command
 
-from . import judging
-from .tables import DOCS, replaced
+from .tables import replaced
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FIRST_COLUMNS = [
     "Calls of agents at once",
     "Streams of a second at once",
-    "Prompt tokens of a conversation of 20 turns, 8 at once",
     "A call of",
     "Rollouts in the store",
     "Shape",
@@ -38,12 +36,6 @@ def test_a_script_replaces_its_own_section_of_a_page_even_if_it_is_empty() -> No
     page = "<!-- written by {} -->\n{}<!-- to here -->\n"
     empty, other = page.format("a", ""), page.format("b", "old\n")
     assert replaced(empty + other, "a", "new") == page.format("a", "new\n") + other
-
-
-async def test_the_page_on_rewards_shows_the_figures_of_judges() -> None:
-    page = (DOCS / judging.PAGE).read_text()
-    written = replaced(page, "tests/benchmarks/judging.py", f"\n{await judging.figures()}\n")
-    assert written == page, "python -m tests.benchmarks.judging --write"
 
 
 @pytest.mark.storm
