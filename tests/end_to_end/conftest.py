@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,10 @@ class Agl:
 
     folder: Path
     started: list[Command] = field(default_factory=list)
-    through: tuple[str, ...] = ()
-    """The command that runs them, if they run elsewhere."""
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, *arguments: str | Path) -> Command:
         log = self.folder / f"log-{len(self.started)}.txt"
-        self.started.append(Command.start(*arguments, log=log, through=self.through, **self.environment))
+        self.started.append(Command.start(*arguments, log=log))
         return self.started[-1]
 
     def run(self, *arguments: str | Path) -> str:

@@ -28,11 +28,11 @@ class Command:
     log: Path
 
     @classmethod
-    def start(cls, *arguments: str | Path, log: Path, through: tuple[str, ...] = (), **environment: str) -> Command:
-        """Begin it in the log's folder, `through` a command that runs it elsewhere, if there is one."""
+    def start(cls, *arguments: str | Path, log: Path, **environment: str) -> Command:
+        """Begin it in the log's folder."""
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*through, Path(sys.executable).with_name("agl"), *map(str, arguments)],
+                [Path(sys.executable).with_name("agl"), *map(str, arguments)],
                 cwd=log.parent,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200", **environment},
                 stdin=subprocess.DEVNULL,
