@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import json
 import re
 import shutil
 import subprocess
@@ -118,58 +118,59 @@ ROOT = Path(__file__).parents[2]
 
 
 PROGRAM = """
-    import sys
+    import json, os, sys
     import agl_core
     from agl_core.capture import AttemptContext, Recording, running
 
     attachment = agl_core.attach()
-    first, page, rollout, url, key = sys.argv[1:]
     assert not {"agents", "autogen_core", "langchain_core", "opentelemetry"} & set(sys.modules)
-    exec(first)
-    exec(page, {})
-    active = AttemptContext(rollout, 0, url, key, Recording())
-    with running(active):
+    exec(sys.argv[1])
+    for page, url, rollout, root, key in json.loads(sys.argv[2]):
+        os.environ.update(OPENAI_BASE_URL=url, OPENAI_API_KEY=key)
         exec(page, {})
-    assert not attachment.failed, attachment.failed
-    assert not active.recording.problems, active.recording.problems
-    print(*(f"{each.agent}:{each.tool}:{each.status}" for each in active.recording.tool_results))
-    if "agents" in sys.modules:
-        sys.modules["agents"].set_trace_processors([])  # Nothing is sent to the SDK's vendor.
+        active = AttemptContext(rollout, 0, root, key, Recording())
+        with running(active):
+            exec(page, {})
+        assert not attachment.failed, attachment.failed
+        assert not active.recording.problems, active.recording.problems
+        print(*(f"{each.agent}:{each.tool}:{each.status}" for each in active.recording.tool_results), flush=True)
+        print(end="\\f")
+        if "agents" in sys.modules:
+            sys.modules["agents"].set_trace_processors([])  # Nothing is sent to the SDK's vendor.
 """
 ADD = (CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
+SCRIPTS = {"langchain": ADD, "openai-agents": ADD, "autogen": ADD, "otel": (Say("look up 1 + 2"), Say("3"))}
+RESULTS = dict.fromkeys(SCRIPTS, "solver:add:ok\n") | {"otel": "solver:look_up:ok\n"}
 
 
 @pytest.mark.parametrize(
-    ("adapter", "first", "script", "result"),
-    [
-        ("langchain", "", ADD, "solver:add:ok"),
-        ("openai-agents", "", ADD, "solver:add:ok"),
-        ("otel", "", [Say("look up 1 + 2"), Say("3")], "solver:look_up:ok"),
-        ("autogen", "", ADD, "solver:add:ok"),
-        ("autogen", "import autogen_ext.models.openai", ADD, "solver:add:ok"),
-    ],
-    ids=["langchain", "openai-agents", "otel", "autogen", "autogen-ext first"],
+    ("first", "adapters"),
+    [("", list(SCRIPTS)), ("import autogen_ext.models.openai", ["autogen"])],
+    ids=["all", "autogen-ext first"],
 )
-async def test_the_agent_of_a_page_prints_what_the_page_says_and_in_a_rollout_it_is_seen(
-    adapter: str, first: str, script: list[Any], result: str
+async def test_the_agents_of_pages_print_what_the_pages_say_and_in_a_rollout_they_are_seen(
+    first: str, adapters: list[str]
 ) -> None:
     """In a process of its own, where agl attaches before any framework is imported."""
-    readme = ROOT / "adapters" / adapter / "README.md"
+    readmes = [ROOT / "adapters" / adapter / "README.md" for adapter in adapters]
     async with running_stack() as stack:
-        attempt = await stack.attempt()
-        stack.upstream.script(*script, *script)
-        active, page = attempt.active, "\n".join(blocks(readme, "python"))
+        stack.upstream.script(*(step for adapter in adapters for step in SCRIPTS[adapter] * 2))
+        attempts = [await stack.attempt() for _ in adapters]
+        pages = [
+            ("\n".join(blocks(readme, "python")), stack.url(a.key), a.key.rollout, a.active.base_url, a.active.api_key)
+            for readme, a in zip(readmes, attempts, strict=True)
+        ]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", textwrap.dedent(PROGRAM), first, page),
-            *(active.rollout, active.base_url, active.api_key),
-            env={**os.environ, "OPENAI_BASE_URL": stack.url(attempt.key), "OPENAI_API_KEY": stack.key(attempt.key)},
+            *(sys.executable, "-c", textwrap.dedent(PROGRAM), first, json.dumps(pages)),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
         out, wrong = await process.communicate()
         assert process.returncode == 0, wrong.decode()
-        assert await attempt.agents() == [None, None, "solver", "solver"]
-    assert out.decode().removesuffix(f"{result}\n") in blocks(readme), out.decode()
+        for attempt in attempts:
+            assert await attempt.agents() == [None, None, "solver", "solver"]
+    for readme, adapter, printed in zip(readmes, adapters, out.decode().split("\f"), strict=False):
+        assert printed.removesuffix(RESULTS[adapter]) in blocks(readme), printed
 
 
 @pytest.mark.asyncio(loop_scope="module")
