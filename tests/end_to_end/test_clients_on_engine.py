@@ -210,7 +210,7 @@ def user(text: str) -> Any:
 
 PARAMETERS: Any = {"type": "object", "properties": {}}
 ASKED: dict[str, Any] = {"model": "default"}
-TURNS = 6
+TURNS = 4
 
 
 def converse_by_langchain(stack: EngineStack, key: AttemptKey, streamed: bool) -> None:

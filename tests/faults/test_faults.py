@@ -59,7 +59,7 @@ def test_a_worker_that_was_away_at_the_last_step_ends(tiny_run: Callable[..., Ti
 
 def test_a_run_without_a_worker_says_who_waits_for_whom(tiny_run: Callable[..., TinyRun]) -> None:
     """In its terminal, in its metrics and to `agl doctor RUN`."""
-    run = tiny_run(workers=0, **{"train.steps": 1, "eval.every": 0, "alarms.stall": 2.0})
+    run = tiny_run(workers=0, **{"train.steps": 1, "eval.every": 0, "alarms.stall": 1.0})
     run.start()
     run.until(lambda: "alarm stall" in run.trainer.output(), "the run said that it stalls")
     [stall, *_] = [line for line in run.trainer.output().splitlines() if "alarm stall" in line]
