@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from testing_aids import read_store, run_python
+from testing_aids import read_store
 from transformers import AutoModelForCausalLM
 
 from agl_core.types import AttemptKey, Call, Mode, RolloutState
@@ -100,15 +100,6 @@ def test_a_small_run_leaves_everything_it_promises(agl: Any, whole: tuple[Path, 
     assert " exact" in agl.look("show", folder, used[0].rollout, "--tokens")
     asyncio.run(alter(folder, calls[used[0].rollout]))
     assert " other_tokens" in agl.look("show", folder, used[0].rollout, "--tokens")
-
-    printed = agl.look("eval", f"{folder}@1", "--json")
-    evaluated = json.loads(printed[printed.index("{\n") :])  # Before it, on the error stream, what is under way.
-    assert {entry["set"] for entry in evaluated["evaluations"]} == {"eval", "eval_templates"}
-    last = agl.metrics("calc")[-1]
-    assert (last["kind"], last["step"], last["restart"]) == ("eval", 1, 1)
-    for entry in evaluated["evaluations"]:
-        assert last[f"{entry['set']}/{entry['mode']}/reward/mean"] == entry["reward"]
-    assert "superseded" not in agl.look("rollouts", folder, "--step=2", "--mode=train")
 
     saved = load_file(folder / "checkpoints" / "step-000002" / "default" / "model" / "model.safetensors")
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
@@ -249,26 +240,5 @@ def test_an_engine_that_dies_while_agents_run_is_the_reason_that_is_given(agl: A
     assert dies.wait() == 2
     assert "Error: The engine was lost during 'rollouts' (exit code -9)" in dies.output()
     assert "agent does not work" not in dies.output()
-    assert f"agl train --resume {agl.folder / 'runs' / 'calc'}" in dies.output()
+    assert "agl train --resume runs/calc" in dies.output()
     assert read_store(agl.folder / "runs" / "calc" / "store.sqlite").rollouts, "there is something to resume"
-
-
-FROM_PYTHON = """
-import asyncio, json, tomllib, agl_server
-short = {"train.steps": 1, "train.groups_per_step": 2, "eval.every": 0, "runs": "runs"}
-first = agl_server.train(CONFIG, **short)
-mapping = {**tomllib.load(open(CONFIG, "rb")), "name": "mapped", "folder": FOLDER}
-second = asyncio.run(agl_server.train_async(mapping, **short))
-for run in (first, second):
-    sampled = run.transitions(mode="train")
-    agents = sampled["agent"].unique().tolist()
-    print(json.dumps([run.folder.name, len(run.metrics()), len(run.rollouts(mode="train")), agents]))
-"""
-
-
-@pytest.mark.storm
-def test_a_script_trains_and_reads_its_runs(tmp_path: Path) -> None:
-    code = f"CONFIG, FOLDER = {str(CALC)!r}, {str(CALC.parent)!r}\n{FROM_PYTHON}"
-    first, second = (json.loads(line) for line in run_python(code, tmp_path).splitlines() if line.startswith("["))
-    assert (first[0], second[0]) == ("calc", "mapped")
-    assert first[1:] == second[1:] == [1, 2 * 8, ["solver"]]

@@ -114,6 +114,16 @@ async def test_what_changes_is_listed_and_holds_from_then_on(settled: Path) -> N
     assert policy["optimizer"]["learning_rate"] == 0.5
 
 
+def test_the_evaluation_of_an_earlier_checkpoint_is_printed_and_recorded(bench: Bench) -> None:
+    run_dir = asyncio.run(trained(bench))
+    printed = agl("eval", f"{run_dir}@1", "--json")
+    [entry] = json.loads(printed[printed.index("{\n") :])["evaluations"]
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["kind"], last["step"], last["restart"]) == ("eval", 1, 1)
+    assert last[f"{entry['set']}/{entry['mode']}/reward/mean"] == entry["reward"]
+    assert "superseded" not in agl("rollouts", run_dir, "--step=3", "--mode=train")
+
+
 REFUSED = {
     "seed=9": "seed: 0 → 9",
     "name=another": 'name: "run" → "another"',

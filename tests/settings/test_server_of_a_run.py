@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+import agl_server
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.errors import CapabilityError, ServerError
 from agl_core.testing import episodes as make
@@ -192,6 +193,17 @@ async def test_a_policy_without_trained_agents_is_never_updated(bench: Bench) ->
     assert {value for update in run.updates for value in update["values"]} == {1.0}
     transitions = run.summary.as_json()["transitions"]
     assert transitions["dropped"] == {"untrained_agent": transitions["kept"]}
+
+
+def test_a_script_trains_and_reads_its_runs(bench: Bench) -> None:
+    bench.load({"eval.every": 0})
+    mapping = {**bench.written(), "name": "mapped", "folder": str(bench.folder)}
+    first = agl_server.train(bench.folder / "train.toml", **{"train.steps": 1})
+    second = asyncio.run(agl_server.train_async(mapping, **{"train.steps": 1, "eval.every": 0}))
+    for run in (first, second):
+        assert (len(run.metrics()), len(run.rollouts(mode="train"))) == (1, 4)
+        assert run.transitions(mode="train")["agent"].unique().tolist() == ["solver"]
+    assert second.folder.name == "mapped"
 
 
 TOOLS = {"rewards.exact_match": {}, "rewards.tool_results": {}}
