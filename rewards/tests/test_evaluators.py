@@ -177,18 +177,16 @@ def names_and_values(rule: Callable[[Episode], Any], episode: Episode) -> dict[s
 
 
 class TestToolResults:
-    def test_success_earns_what_failure_costs(self, make: Any) -> None:
-        episode = make.episode([make.tool_result(status) for status in ("ok", "error", "timeout", "empty")])
+    def test_success_earns_what_failure_costs_as_does_a_call_that_did_not_parse(self, make: Any) -> None:
+        called = [make.tool_result(status) for status in ("ok", "error", "timeout", "empty")]
+        episode = make.episode(called, make.transition(1, parse_error="no closing brace"))
         assert names_and_values(make.rule(kinds.REWARD, "tool_results"), episode) == {
             "search.0.ok": 0.2,
             "search.1.error": -0.2,
             "search.2.timeout": -0.2,
             "search.3.empty": -0.2,
+            "unparsed": -0.2,
         }
-
-    def test_a_tool_call_that_did_not_parse_is_a_failure(self, make: Any) -> None:
-        episode = make.episode(make.transition(0, parse_error="no closing brace"))
-        assert names_and_values(make.rule(kinds.REWARD, "tool_results"), episode) == {"unparsed": -0.2}
 
     def test_each_tool_may_have_its_weight(self, make: Any) -> None:
         rule = make.rule(kinds.REWARD, "tool_results", weights={"fetch": 0.5}, default_weight=0.1)

@@ -46,18 +46,11 @@ async def test_tasks_and_scores_are_those_of_the_dataset(name: str) -> None:
     assert await score(source.task(0), source.task(0).metadata["answer"]) == 1.0
 
 
-EVALUATING = [
-    *("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration"),
-    *("n_queens", "binary_matrix", "spiral_matrix", "string_insertion"),
-]
-"""Datasets whose verifiers hand the answer, or a part of it, to `eval` or to SymPy's parser, which does."""
-
-
-@pytest.mark.parametrize("name", EVALUATING)
+@pytest.mark.parametrize("name", ["countdown", "n_queens", "simple_integration"])
 async def test_what_an_answer_runs_changes_nothing_but_its_own_score(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AGL_TEST_KEY", "secret")
+    """Its verifier hands the answer, or a part of it, to `eval` or to SymPy's parser, which does."""
     task = tasks(dataset=name).task(0)
     spoiled = tmp_path / "spoiled"
     verifier = f"__import__('reasoning_gym').get_score_answer_fn('{name}').__self__.__class__"

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-import agl_core
-from agl_core.cli import app
-from agl_core.config.load import load
-from agl_core.errors import CapabilityError
+from agl_core import kinds
+from agl_core.kinds import Capability
 from agl_core.learning.rewards import ScoringRule, score_all, score_groups
+from agl_core.plugins import Plugins
 from agl_core.types import DropReason, Ending, Episode
 from agl_rewards.relative import shares_beaten
 
@@ -212,7 +210,7 @@ async def test_long_transcripts_lose_their_middle(make: Any, endpoint: Any, monk
 
 
 async def test_the_expected_answer_is_shown_and_the_rubric_may_be_left_out(make: Any, endpoint: Any) -> None:
-    rule = make.rule(agl_core.kinds.REWARD, "relative_judge", base_url=endpoint.url, model="m", field="gold")
+    rule = make.rule(kinds.REWARD, "relative_judge", base_url=endpoint.url, model="m", field="gold")
     await compared(rule, [make.episode(result="Zoe", metadata={"gold": "Zoë"})])
     asked = Asked(endpoint.requests[0])
     assert asked.material["expected"] == "Zoë"
@@ -264,34 +262,5 @@ async def test_instructions_in_a_rollout(make: Any, endpoint: Any, attack: str) 
         assert gains == 0
 
 
-def test_it_compares_and_so_needs_groups_and_can_be_tried_on_what_was_recorded(
-    make: Any, endpoint: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "tasks.jsonl").write_text('{"input": "Who?"}\n')
-    (tmp_path / "train.toml").write_text(
-        f"""
-config_version = 1
-name = "judged"
-agent = {{ entry = "my_agent:solve" }}
-tasks.train = {{ source = "jsonl", path = "tasks.jsonl" }}
-policies.default.model.path = "tiny-model"
-
-[rewards.relative_judge]
-base_url = "{endpoint.url}"
-model = "m"
-cache = "judgements"
-"""
-    )
-    with pytest.raises(CapabilityError, match=r"reward 'relative_judge' .* compares several .*group_size is 1"):
-        load(tmp_path / "train.toml", ["train.group_size=1"])
-
-    endpoint.judgement = by_number
-    group = [conversation(make, f"r{member}", "Ann", result=f"Ann {member}") for member in range(3)]
-    agl_core.save_episodes(tmp_path / "episodes.jsonl", group)
-    command = ["reward", "try", "--yes", str(tmp_path / "train.toml"), "--run", str(tmp_path / "episodes.jsonl")]
-    for _ in range(2):
-        result = CliRunner(env={"COLUMNS": "160"}).invoke(app, command)
-        assert result.exit_code == 0, result.output
-        rows = [line.split() for line in result.output.splitlines() if "relative_judge (by" in line]
-        assert [row[-2] for row in rows] == ["0", "0.1", "0.2"]
-    assert len(endpoint.requests) == len(list((tmp_path / "judgements").iterdir())) == 1
+def test_it_compares_and_so_needs_groups() -> None:
+    assert Plugins.load().component(kinds.REWARD, "relative_judge", "[test]").needs == {Capability.GROUPS}

@@ -50,15 +50,6 @@ def test_a_reply_that_would_be_tokenised_otherwise(chat: ScriptedChat) -> None:
     assert_continues(second, third, chat.encode(NEXT))
 
 
-def test_tool_calls_that_would_be_written_otherwise(chat: ScriptedChat) -> None:
-    first = chat.ask([USER], SPACED, tools=[CALCULATOR])
-    message = echo(first)
-    message["tool_calls"][0]["function"]["arguments"] = '{ "expression" : "12+30" }'
-    second = chat.ask([USER, message, result(message)], "The answer is 42.", tools=[CALCULATOR])
-    tail = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert_continues(first, second, chat.encode(tail))
-
-
 @pytest.mark.parametrize(
     ("reply", "end", "tail"),
     [
@@ -87,17 +78,11 @@ def test_a_reply_with_spaces_that_the_template_trims(llama: ServedModel) -> None
 def test_the_choice_that_is_echoed_is_spliced(chat: ScriptedChat) -> None:
     first = chat.ask([USER], "one", chat.letters("two"), SPACED, SPACED, tools=[CALCULATOR])
     for choice in (1, 3):
-        message = echo(first, choice)
-        after = result(message) if choice == 3 else HELLO
+        message, after = echo(first, choice), HELLO
+        if choice == 3:  # Its client writes the arguments otherwise.
+            message["tool_calls"][0]["function"]["arguments"] = '{ "expression" : "12+30" }'
+            after = result(message)
         assert_continues(first, chat.ask([USER, message, after], "x", tools=[CALCULATOR]), choice=choice)
-
-
-def test_agents_that_interleave_in_one_rollout(chat: ScriptedChat) -> None:
-    system = {"role": "system", "content": "You are a math agent."}
-    one = chat.ask([USER], chat.letters("one"))
-    two = chat.ask([system, USER], chat.letters("two"))
-    assert_continues(one, chat.ask([USER, echo(one), HELLO], "x"), chat.encode(NEXT))
-    assert_continues(two, chat.ask([system, USER, echo(two), HELLO], "x"), chat.encode(NEXT))
 
 
 def broken(chat: ScriptedChat, messages: list[dict[str, Any]], **fields: Any) -> PrefixBreak | None:

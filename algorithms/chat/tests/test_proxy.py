@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-import os
-import sys
 from itertools import pairwise
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import httpx
@@ -18,7 +16,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from agl_chat.proxy import make_proxy
+from agl_core.cli import app
 from agl_core.errors import ConfigError, EngineError
+from agl_server.http import listening as listening_sockets
+from agl_server.testing import until
 
 from .conftest import USER, ScriptedChat, ServedModel, assert_continues, client_of, echo, listening
 from .test_backends import BACKENDS, SGLANG, VLLM, Server
@@ -96,26 +97,28 @@ async def test_a_server_that_will_not_do_is_refused_at_the_start(
         await front(server, folder)
 
 
-async def test_a_conversation_goes_on_from_its_ids(folder: Path, qwen: ServedModel) -> None:
+async def test_a_conversation_goes_on_from_its_ids(
+    folder: Path, qwen: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The ids are another tokenisation than the tokenizer's own: one letter a token."""
     server = WholeServer(VLLM, ScriptedChat(qwen).letters("answer"))
-    command = [sys.executable, "-m", "agl_core", "proxy"]
+    started, printed = list[Any](), io.StringIO()
+    monkeypatch.setattr(listening_sockets, "run", started.append)
+    monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
+    monkeypatch.setattr("sys.stdout", printed)
     async with listening(server.app) as url:
-        proxy = await asyncio.create_subprocess_exec(
-            *command, url, str(folder), "--port", "0", env={**os.environ, "OPENAI_API_KEY": "s3cret"}, stdout=PIPE
-        )
-        assert proxy.stdout is not None
-        try:
-            address = (await proxy.stdout.readline()).decode().split()[-1]
-            headers = {"authorization": "Bearer s3cret", "x-agl-rollout": "r/0"}
-            messages, replies = [USER], list[Any]()
-            async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=60) as client:
-                for _ in range(3):
-                    body = {"model": "qwen", "messages": messages, "return_token_ids": True}
-                    replies.append((await client.post(f"{address}/chat/completions", json=body)).json())
-                    messages = [*messages, echo(replies[-1]), USER]
-        finally:
-            proxy.terminate()
-            await proxy.wait()
+        app(["proxy", url, str(folder), "--port", "0"], standalone_mode=False)
+        serving = asyncio.create_task(started.pop())
+        await until(lambda: "serving" in printed.getvalue())
+        address = printed.getvalue().split()[-1]
+        headers = {"authorization": "Bearer s3cret", "x-agl-rollout": "r/0"}
+        messages, replies = [USER], list[Any]()
+        async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=60) as client:
+            for _ in range(3):
+                body = {"model": "qwen", "messages": messages, "return_token_ids": True}
+                replies.append((await client.post(f"{address}/chat/completions", json=body)).json())
+                messages = [*messages, echo(replies[-1]), USER]
+        serving.cancel()
+        await asyncio.wait({serving})
     for reply, following in pairwise(replies):
         assert_continues(reply, following)

@@ -18,7 +18,7 @@ from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.policy_gradient import Samples
 from agl_algorithms.prepared import PreparedBatch, lineages, minibatches, prepare, samples_of
 from agl_core.builtin import discounted, identical, stepwise
-from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches, subset
+from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches
 from agl_core.testing import episodes as make
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch, CreditKind, DropReason, FinishReason, Reward
@@ -35,19 +35,6 @@ def rows_of(values: list[float], rollouts: list[int] | None = None) -> Batch:
 def prepared_of(batch: Batch, algorithm: Grpo = GRPO) -> PreparedBatch:
     usable = filter_trainable(batch, context_length=16, vocabulary=1000)
     return prepare(usable, samples_of(usable.batch), algorithm)
-
-
-def test_every_transition_that_came_gets_its_advantage_weight_and_reason() -> None:
-    batch = replace(rows_of([0.0, 1.0, 0.5]), temperature_N=np.array([1, 1, np.nan], np.float32))
-    prepared = prepared_of(batch)
-    result = prepared.result(5, {"loss": 0.5})
-    assert (result.version, result.metrics) == (5, {"loss": 0.5})
-    assert result.dropped == (None, None, DropReason.NON_FINITE)
-    assert result.advantage_N.tolist() == pytest.approx([-1.0, 1.0, 0.0], abs=1e-5), "its value counts"
-    assert result.weight_N[:2].sum() == pytest.approx(1.0)
-    assert result.weight_N[2] == 0.0
-    assert prepared.metrics()["transitions_trained"] == 2
-    assert prepared.metrics()["transitions_dropped"] == 1
 
 
 def test_each_named_reward_is_normalised_before_the_sum() -> None:
@@ -247,20 +234,3 @@ def test_a_chain_is_of_one_optimizer_step(batch: Batch, count: int, seed: int) -
     steps = minibatches(batch, everything, count, [seed])
     for chain in lineages(batch, everything):
         assert sum(bool(np.isin(chain, step).any()) for step in steps) == 1
-
-
-def test_a_sub_agents_calls_are_a_chain_of_their_own() -> None:
-    """A conversation, a sub-agent in the middle of it, and a summary at its end."""
-    rows = [
-        Row([1], [2], [-1.0], 0.0),
-        Row([7, 7], [8], [-1.0], 0.0),
-        Row([1, 2, 3], [4], [-1.0], 0.0),
-        Row([7, 7, 8, 9], [6], [-1.0], 0.0),
-        Row([1, 2, 3, 4, 5], [6], [-1.0], 0.0),
-        Row([1, 9], [6], [-1.0], 0.0),
-    ]
-    batch = replace(batch_of(rows), rollout_N=np.zeros(6, np.int64))
-    assert [chain.tolist() for chain in lineages(batch, np.arange(6))] == [[0, 2, 4], [1, 3], [5]]
-    without_the_second = lineages(batch, np.array([0, 4]))
-    assert [chain.tolist() for chain in without_the_second] == [[0, 4]], "what is dropped in between is prompt"
-    assert len(lineages(subset(batch_of(rows), np.array([0, 2])), np.arange(2))) == 2, "rollouts share no row"

@@ -26,7 +26,7 @@ from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, Row
 from agl_torch.loading import load_model
 from agl_torch.plugin import TorchEngine, TorchOptions
 
-from .conftest import CPU, LORA, all_logprobs, make_batch, saved
+from .conftest import CPU, LORA, all_logprobs, saved
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 OPTIMIZER = {"learning_rate": 1e-2}
@@ -62,7 +62,7 @@ async def case(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> As
 
 @in_one_loop
 async def test_replies_are_as_probable_as_recorded_under_the_weights_that_sampled_them(case: EngineCase) -> None:
-    engine, before = case.engine, await case.engine.stats()
+    engine = case.engine
     assert case.upstream.context_length == 256
     old = await case.sampled()
     await case.update(old)
@@ -72,14 +72,6 @@ async def test_replies_are_as_probable_as_recorded_under_the_weights_that_sample
     with pytest.raises(EngineError, match="no policy 'calc'"):
         await engine.logprobs("calc", old)
     assert (await case.update(old)).metrics["logprob_gap_max"] > 1e-3
-
-    stats = await engine.stats()
-    tokens = {name: value - before[name] for name, value in stats.items() if name.startswith("tokens_")}
-    assert tokens["tokens_decoded"] == old.mask_R.size + new.mask_R.size
-    assert (
-        tokens["tokens_prefilled"] + tokens["tokens_reused"] == old.prompt_lengths_N.sum() + new.prompt_lengths_N.sum()
-    )
-    assert 2**26 < stats["peak_rss_bytes"] < 2**30
 
 
 @in_one_loop
@@ -113,18 +105,9 @@ async def test_the_engine_keeps_the_contract(case: EngineCase, check: EngineChec
     await check(case)
 
 
-async def test_a_dead_engine_is_an_error(tmp_path: Path, checkpoint: Path) -> None:
-    async with running(tmp_path, checkpoint, algorithm_options={"rounds": 100}) as case:
-        engine: Any = case.engine
-        started = asyncio.Event()
-        update = asyncio.ensure_future(engine.update("default", make_batch(None), lambda _: started.set()))
-        await asyncio.wait_for(started.wait(), 60)
-        os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match=r"lost during 'update'.*exit code -9.*cache_mib.*last checkpoint"):
-            await asyncio.wait_for(update, 60)
-
-
-async def test_versions_come_and_go_and_each_answers_by_its_own_weights(tmp_path: Path, checkpoint: Path) -> None:
+async def test_versions_come_and_go_each_answers_by_its_own_weights_and_a_dead_engine_is_an_error(
+    tmp_path: Path, checkpoint: Path
+) -> None:
     lora = PolicySpec(str(checkpoint), optimizer=OPTIMIZER, lora=LORA)
     one, two = (saved(tmp_path / str(updates), lora, updates)[1] for updates in (1, 2))
     _, full = saved(tmp_path / "full", PolicySpec(str(checkpoint), optimizer=OPTIMIZER))
@@ -164,11 +147,14 @@ async def test_versions_come_and_go_and_each_answers_by_its_own_weights(tmp_path
         with pytest.raises(EngineError, match="Did you mean 'run@"):
             await engine.unload_policy("runs@1")
         assert (await ask("run@0")).response
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"lost during 'load_policy'.*exit code -9.*cache_mib.*Start it again"):
+            await engine.load_policy("run@3", specs["run@2"])
 
 
 def test_the_run_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib, agl_torch.plugin as p\n"
+        "import sys, pathlib, agl_torch.plugin as p, agl_algorithms.plugin\n"
         "from agl_core.kinds import NoOptions\n"
         f"t = p.TensorBoardTracker(NoOptions(), pathlib.Path({str(tmp_path)!r}))\n"
         "t.log(3, {'reward/mean': 0.5}); t.close()\n"

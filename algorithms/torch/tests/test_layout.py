@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import CohereConfig, CohereForCausalLM
 
-from agl_algorithms.prepared import lineages
-from agl_chat.conversation import ChatText, token_ids
 from agl_core.testing.engines import Row, batch_of
 from agl_core.types import Batch
 from agl_torch import batching
@@ -219,23 +217,3 @@ def test_the_gradient_of_the_entropy_is_that_of_finite_differences(in_float64: L
     assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(float(gradient @ direction), rel=1e-6)
     assert not score(model, micro, packed).entropy_R.requires_grad
     hook.remove()
-
-
-def test_the_turns_of_a_demonstration_are_computed_as_one_sequence(loaded: LoadedModel) -> None:
-    """Texts that each turn tokenises anew: by the torch engine one path, under veRL one row."""
-    text, messages, rows = ChatText(loaded.tokenizer, loaded.eos_ids), [], []
-    for turn in range(4):
-        messages = [*messages, {"role": "user", "content": f"What is {turn} + 1?"}]
-        reply = {"role": "assistant", "content": f"The answer is {turn + 1}."}
-        prompt, response = token_ids(text, messages, [], reply)
-        assert prompt is not None
-        assert response is not None
-        rows.append(Row(prompt.tolist(), response.tolist(), [0.0] * len(response), 1.0))
-        messages = [*messages, reply]
-    batch = replace(batch_of(rows), rollout_N=np.zeros(4, np.int64))
-
-    [micro] = laid_out(batch)
-
-    assert len(micro.transitions_n) == 4
-    assert micro.input_ids.numel() == len(rows[-1].prompt) + len(rows[-1].response)
-    assert len(lineages(batch, np.arange(4))) == 1

@@ -238,11 +238,10 @@ GRPO = {"algorithm": "grpo", "algorithm_options": {"beta": 0.1, "epochs": 2, "mi
 CRITIC = {"critic_learning_rate": 1e-2, "minibatches": 2, "critic_epochs": 2}
 PPO = {"algorithm": "ppo", "algorithm_options": CRITIC}
 KINDS: dict[str, dict[str, Any]] = {
-    "float32": GRPO,
     "bfloat16": {"dtype": "bfloat16", "algorithm": "reinforce++"},
     "lora": {"lora": LORA, **GRPO},
     "bfloat16-lora": {"dtype": "bfloat16", "lora": LORA, **PPO},
-    "critic": PPO,
+    "float32": PPO,
 }
 """Policies, and what they are trained by."""
 

@@ -213,15 +213,6 @@ def test_an_update_of_a_critic_equals_a_plain_adamw_loop(checkpoint: Path, budge
     assert metrics["value_mean"] != 0
 
 
-def test_policy_and_critic_do_not_move_each_other(checkpoint: Path) -> None:
-    (one, trainer), (other, other_trainer) = start(checkpoint), start(checkpoint)
-    batch = make_batch(one)
-    trainer.update(batch, Ppo(PpoOptions(critic_learning_rate=1e-9)))
-    other_trainer.update(batch, Ppo(PpoOptions(critic_learning_rate=1e-2, critic_epochs=3)))
-    expected = weights_of(other.model)
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(one.model).items())
-
-
 def poisoned(batch: Batch, field: str, index: int, value: float) -> Batch:
     array = getattr(batch, field).copy()
     array[index] = value

@@ -29,15 +29,15 @@ from agl_core.types import Ending, Rollout
 WORDS = ("carefully", "in", "digits")
 SERVERS = ("proposer", "upstream")
 AGENT = """
-import os, sys, json, urllib.request
-import agl_core
-from openai import AsyncOpenAI
+import os, httpx, agl_core
 
 async def ask(system, task):
-    async with AsyncOpenAI() as client:
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": task["sum"]}]
-        reply = await client.chat.completions.create(model="any", messages=messages)
-    return reply.choices[0].message.content
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": task["sum"]}]
+    async with httpx.AsyncClient() as client:
+        address = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        reply = await client.post(address, json={"model": "any", "messages": messages}, headers=headers)
+    return reply.json()["choices"][0]["message"]["content"]
 
 async def solve(task):
     return await ask(agl_core.prompt("system", "the agent's own"), task)
@@ -51,18 +51,19 @@ async def unaware(task):
 
 async def broken(task):
     raise RuntimeError("no such tool")
+"""
+COMMAND = """
+import os, json, urllib.request
 
-if __name__ == "__main__":
-    task = json.loads(os.environ["AGL_TASK"])
-    texts = json.loads(os.environ["AGL_PROMPTS"])
-    messages = [{"role": "system", "content": texts["system"]}, {"role": "user", "content": task["sum"]}]
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"model": "any", "messages": messages}).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as reply:
-        print(json.load(reply)["choices"][0]["message"]["content"])
+text, task = json.loads(os.environ["AGL_PROMPTS"])["system"], json.loads(os.environ["AGL_TASK"])
+messages = [{"role": "system", "content": text}, {"role": "user", "content": task["sum"]}]
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"model": "any", "messages": messages}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+with urllib.request.urlopen(request) as reply:
+    print(json.load(reply)["choices"][0]["message"]["content"])
 """
 
 
@@ -115,6 +116,7 @@ class World:
 @pytest.fixture
 def world(working_folder: Path) -> Iterator[World]:  # noqa: F811
     (working_folder / "adder.py").write_text(AGENT)
+    (working_folder / "command.py").write_text(COMMAND)
     for name, count in (("train", 16), ("eval", 4)):
         sums = [" + ".join("1" * (2 + n % 3)) for n in range(count)]
         lines = [json.dumps({"input": {"sum": terms}, "answer": str(len(terms) // 4 + 1)}) for terms in sums]
@@ -155,56 +157,39 @@ def test_the_words_that_help_are_found(world: World, agl: Agl, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("agent", "prompt"),
+    ("agent", "prompt", "around"),
     [
-        ({"entry": "adder:solve_in_a_process"}, {"text": "Answer."}),
-        ({"command": [sys.executable, "adder.py"], "attach": False}, {"text": "Answer."}),
-        ({"entry": "adder:unaware"}, {"replace": "Answer."}),
+        ({"entry": "adder:solve_in_a_process"}, {"text": "Answer."}, "{}"),
+        ({"command": [sys.executable, "command.py"], "attach": False}, {"text": "Answer."}, "{}"),
+        ({"entry": "adder:unaware"}, {"replace": "Answer."}, "Today is Monday. {} Be kind."),
     ],
     ids=["process", "command", "replaced by the gateway"],
 )
-def test_every_agent_gets_the_candidates(world: World, agl: Agl, agent: Any, prompt: Any) -> None:
+def test_every_agent_gets_the_candidates_within_the_budget(
+    world: World, agl: Agl, agent: Any, prompt: Any, around: str
+) -> None:
     world.write(agent=agent, prompts={"system": prompt}, optimize={"budget": 16})
 
     done = agl("optimize", "better.toml")
 
     assert done.returncode == 0, done.stderr
-    sent = {str(r.items[0]["content"]) for r in world.model.received}
-    candidates = {r.prompts["system"] for r in world.rollouts()}
-    assert "Answer. carefully" in candidates
-    assert all(any(candidate in text for text in sent) for candidate in candidates)
-    shown = agl("show", "better", next(r.id for r in world.rollouts() if r.prompts["system"] == "Answer. carefully"))
+    assert "the budget of 16 rollouts is spent" in done.stdout
+    rollouts = world.rollouts()
+    assert len([r for r in rollouts if "-train" in r.group]) <= 16
+    sent = {str(r.items[0]["content"]) for r in world.model.received if r.items[0]["role"] == "system"}
+    assert sent == {around.format(r.prompts["system"]) for r in rollouts} > {around.format("Answer. carefully")}
+    assert sent == {call.request["messages"][0]["content"] for call in world.recorded().calls}
+    shown = agl("show", "better", next(r.id for r in rollouts if r.prompts["system"] == "Answer. carefully"))
     assert "prompt system: Answer. carefully" in shown.stdout
 
 
-def test_the_record_has_the_prompt_that_the_model_got(world: World, agl: Agl) -> None:
-    world.write(agent={"entry": "adder:unaware"}, prompts={"system": {"replace": "Answer."}})
-    assert agl("optimize", "better.toml").returncode == 0
-
-    recorded = {call.request["messages"][0]["content"] for call in world.recorded().calls}
-    sent = {str(r.items[0]["content"]) for r in world.model.received if r.items[0]["role"] == "system"}
-    assert recorded == sent > {"Today is Monday. Answer. Be kind.", "Today is Monday. Answer. carefully Be kind."}
-
-
-def test_the_budget_is_kept(world: World, agl: Agl) -> None:
-    world.write(optimize={"budget": 17})
-
-    done = agl("optimize", "better.toml")
-
-    assert "the budget of 17 rollouts is spent" in done.stdout
-    assert len([r for r in world.rollouts() if "-train" in r.group]) <= 17
-
-
-@pytest.mark.parametrize(("budget", "rest"), [(4, ""), (7, " but for 3, too few to go on")])
-def test_nothing_is_asked_of_the_proposer_that_no_rollout_could_try(
-    world: World, agl: Agl, budget: int, rest: str
-) -> None:
+def test_nothing_is_asked_of_the_proposer_that_no_rollout_could_try(world: World, agl: Agl) -> None:
     """A new prompt needs 3 rollouts for its minibatch and 1 for a score."""
-    world.write(optimize={"budget": budget})
+    world.write(optimize={"budget": 7})
 
     done = agl("optimize", "better.toml")
 
-    assert f"the budget of {budget} rollouts is spent{rest}\n" in done.stdout
+    assert "the budget of 7 rollouts is spent but for 3, too few to go on\n" in done.stdout
     assert "rollouts     4, for 1 candidates" in done.stdout
     assert world.proposer.received == []
 
@@ -227,8 +212,8 @@ def begun(world: World, requests: int) -> Command:
 
 
 def test_a_killed_search_goes_on_without_repeating_a_rollout(world: World, agl: Agl) -> None:
-    world.write(optimize={"budget": 40})
-    begun(world, 16).kill()
+    world.write(optimize={"budget": 24})
+    begun(world, 14).kill()
     before, asked = {r.id for r in world.rollouts()}, len(world.proposer.received)
     assert before
 
@@ -241,20 +226,19 @@ def test_a_killed_search_goes_on_without_repeating_a_rollout(world: World, agl: 
     assert len({str(r.body) for r in world.proposer.received}) >= len(world.proposer.received) - 1
     assert len(world.proposer.received) > asked
     resumed = world.prompts()
-    world.write(name="whole", optimize={"budget": 40})
+    world.write(name="whole", optimize={"budget": 24})
     assert agl("optimize", "better.toml").returncode == 0
     assert tomllib.loads((world.folder / "runs" / "whole" / "prompts.toml").read_text())["prompts"] == resumed
 
 
 def test_ctrl_c_keeps_what_was_found(world: World, agl: Agl) -> None:
-    world.write()
-    command = begun(world, 40)
+    world.write(optimize={"budget": 40})
+    command = begun(world, 20)
     command.process.send_signal(signal.SIGINT)
 
     assert command.wait(60) == 130, command.output()
     assert "(chosen)" in command.output()
     assert agl("optimize", "--resume", "better").returncode == 0
-    assert set(WORDS) <= set(world.prompts()["system"]["text"].split())
 
 
 POLICIES = {"default": {"model": {"path": "weights"}}}

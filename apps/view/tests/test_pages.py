@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 from agl_core.types import Attempt, Call, Ending, Mode, Rollout, Task, TrainingRecord
+from agl_view.serving import make_app
 
 from .conftest import HERE, HOSTILE, Folder, Parsed, rollout, text_of
 
@@ -18,6 +20,7 @@ STEP = "/runs/calc/rollouts?step=1&mode=train"
 
 
 def test_runs_have_state_progress_and_evaluations(runs: Folder) -> None:
+    assert "There are no runs here yet" in runs.page("/")
     runs.trained()
 
     page = text_of(runs.page("/"))
@@ -208,10 +211,6 @@ def test_names_of_runs_may_have_every_kind_of_character(runs: Folder) -> None:
 
 
 def test_two_folders_of_one_name_are_two_runs(tmp_path: Path, runs: Folder) -> None:
-    from starlette.testclient import TestClient
-
-    from agl_view.serving import make_app
-
     one = runs.trained()
     (tmp_path / "other").mkdir()
     browser = TestClient(make_app([one, tmp_path / "other"], "t"), "http://localhost", client=HERE)
@@ -265,10 +264,6 @@ def test_a_folder_that_is_no_run_of_agl(runs: Folder) -> None:
     assert "is not what a run of agl writes" in runs.page("/runs/foreign", 404)
 
 
-def test_no_runs_yet(runs: Folder) -> None:
-    assert "There are no runs here yet" in runs.page("/")
-
-
 @pytest.mark.parametrize(
     ("address", "what"),
     [
@@ -284,16 +279,6 @@ def test_what_is_not_there(runs: Folder, address: str, what: str) -> None:
     runs.trained()
 
     assert what in runs.page(address, 404)
-
-
-def test_nothing_in_the_folder_changes(runs: Folder) -> None:
-    folder = runs.trained()
-    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.iterdir()}
-
-    for address in ("/", "/runs/calc", "/runs/calc/rollouts", "/runs/calc/groups/s1-g0-m0", "/runs/calc/changed"):
-        runs.page(address)
-
-    assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.iterdir()} == before
 
 
 def test_calls_past_agl_and_undelivered_replies_stand_before_the_turn_that_counts(runs: Folder) -> None:
@@ -410,16 +395,17 @@ def test_two_evaluations_are_compared_task_by_task(runs: Folder) -> None:
     assert "a=x" in runs.page("/compare?a=calc@x&b=calc@1", 400)
 
 
-def test_no_code_of_a_run_runs(runs: Folder) -> None:
+def test_no_code_of_a_run_runs_and_nothing_in_its_folder_changes(runs: Folder) -> None:
     folder = runs.trained()
     (folder / "plugin.py").write_text("from pathlib import Path\nPath(__file__).with_name('it-ran').touch()\n")
     config = folder / "config.toml"
     config.write_text(f'plugins = ["{folder}/plugin.py"]\n{config.read_text()}')
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.iterdir()}
 
-    for page in ("", "/rollouts", "/rollouts/s1-g0-m0", "/groups/s1-g0-m0", "/health"):
+    for page in ("", "/rollouts", "/rollouts/s1-g0-m0", "/groups/s1-g0-m0", "/health", "/changed"):
         runs.page(f"/runs/calc{page}")
 
-    assert not (folder / "it-ran").exists()
+    assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.iterdir()} == before
 
 
 def test_one_task_of_two_runs_is_side_by_side(runs: Folder) -> None:

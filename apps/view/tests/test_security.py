@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -73,19 +74,13 @@ def test_the_cookie_of_another_start_does_not_count(stranger: TestClient, tmp_pa
     assert again.get("/", headers={"cookie": given}).status_code == 401
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8000", "10.0.0.1", ""])
-def test_other_names_of_this_machine_are_refused(runs: Folder, host: str) -> None:
-    assert runs.browser.get("/", headers={"host": host}).status_code == 421
-
-
-@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1", "[::1]:8000"])
-def test_loopback_by_any_name_and_port(runs: Folder, host: str) -> None:
-    assert runs.browser.get("/", headers={"host": host}).status_code == 200
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
-def test_pages_can_only_be_read(runs: Folder, method: str) -> None:
-    assert runs.browser.request(method, "/").status_code == 405
+def test_loopback_by_any_name_and_port_reads_and_nothing_else(runs: Folder) -> None:
+    for host in ("localhost:9000", "127.0.0.1", "[::1]:8000"):
+        assert runs.browser.get("/", headers={"host": host}).status_code == 200
+    for host in ("evil.example", "127.0.0.1.evil.example:8000", "10.0.0.1", ""):
+        assert runs.browser.get("/", headers={"host": host}).status_code == 421, host
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        assert runs.browser.request(method, "/").status_code == 405
 
 
 @pytest.mark.parametrize("address", ["/", "/nothing", "/static/style.css", "/changed"])
@@ -227,7 +222,7 @@ asyncio.run(SqliteStore(Path(sys.argv[1])).open())
 
 
 SHOWING = """
-import asyncio, signal, sys
+import asyncio, sys
 from pathlib import Path
 from agl_server.store.sqlite import SqliteStore
 from agl_view.serving import shown_beside
@@ -237,13 +232,11 @@ async def show(folder):
         print(address, flush=True)
         await asyncio.Event().wait()
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background jobs ignore it.
 asyncio.run(show(Path(sys.argv[1])))
 """
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_the_pages_end_with_the_process_that_shows_them(runs: Folder, end: signal.Signals) -> None:
+def test_the_pages_end_with_the_process_that_shows_them(runs: Folder) -> None:
     folder = runs.trained()
     command = [sys.executable, "-c", SHOWING, folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as showing:
@@ -253,15 +246,11 @@ def test_the_pages_end_with_the_process_that_shows_them(runs: Folder, end: signa
             assert "calc" in opened(address)
             assert is_written(folder / "store.sqlite")
         finally:
-            showing.send_signal(end)
+            showing.kill()
             showing.communicate()
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        try:
-            opened(address)
-        except httpx.TransportError:
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("the pages are still there")
+    with contextlib.suppress(httpx.TransportError):
+        while opened(address) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert time.monotonic() < deadline, "the pages are still there"
     assert not is_written(folder / "store.sqlite")

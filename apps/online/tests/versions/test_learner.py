@@ -27,11 +27,11 @@ async def each_session_was_used_once(world_: World) -> None:
 
 async def test_a_version_that_is_as_good_becomes_stable(tmp_path: Path) -> None:
     async with world(tmp_path, live=lambda version: 0.5 if version == 0 else 1.0) as w:
-        await w.train(40)
+        await w.train(20)
         first = [d for d in w.decisions if d[0] <= 4]
         assert first == [(0, "stable"), (4, "candidate"), (4, "passed"), (4, "canary"), (4, "stable")]
         assert w.ledger.current().stable not in (None, 0)
-        assert w.engine.made_by == list(range(1, 41)), "no update was given up"
+        assert w.engine.made_by == list(range(1, 21)), "no update was given up"
         await each_session_was_used_once(w)
 
 
