@@ -13,42 +13,34 @@ import pytest
 from agl_core import kinds
 from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
-from agl_core.testing import episodes as make
+from agl_core.testing import episodes
 from agl_core.testing.scripts import Fail, Raw, Received, Step
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Episode, Task, ToolResult, ToolStatus, Transition
 
+PLUGINS = Plugins.load()
+transition = episodes.transition
 
-class Episodes:
-    """Makes episodes, and rules as a run would have them, with as little said as a test needs."""
 
-    def __init__(self) -> None:
-        self._plugins = Plugins.load()
+def rule(kind: Kind, name: str, **settings: Any) -> Any:
+    """A registered rule, built from its settings as a run would."""
+    component = PLUGINS.component(kind, name, "[test]")
+    return component.build(component.options.model_validate(settings))
 
-    def rule(self, kind: Kind, name: str, **settings: Any) -> Any:
-        """A registered rule, built from its settings."""
-        component = self._plugins.component(kind, name, "[test]")
-        return component.build(component.options.model_validate(settings))
 
-    def tool_result(self, status: str = "ok", tool: str = "search", **more: Any) -> ToolResult:
-        return ToolResult(f"{tool} {status}", "r", 0, tool, ToolStatus(status), **more)
+def tool_result(status: str = "ok", tool: str = "search", **more: Any) -> ToolResult:
+    return ToolResult(f"{tool} {status}", "r", 0, tool, ToolStatus(status), **more)
 
-    def transition(self, turn: int, *tool_results: ToolResult, **changes: Any) -> Transition:
-        return make.transition(turn, *tool_results, **changes)
 
-    def episode(
-        self,
-        *transitions: Transition | Sequence[ToolResult],
-        result: Any = None,
-        terminal: float | None = None,
-        question: Any = "a question",
-        metadata: Mapping[str, Any] | None = None,
-        **changes: Any,
-    ) -> Episode:
-        """An episode; a list of tool results stands for the transition that asked for them."""
-        whole = [t if isinstance(t, Transition) else self.transition(i, *t) for i, t in enumerate(transitions)]
-        task = Task("t1", question, metadata=metadata or {})
-        return make.episode(*whole, task=task, result=result, terminal=terminal, **changes)
+def episode(
+    *transitions: Transition | Sequence[ToolResult],
+    question: Any = "a question",
+    metadata: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Episode:
+    """An episode; a list of tool results stands for the transition that asked for them."""
+    whole = [t if isinstance(t, Transition) else transition(i, *t) for i, t in enumerate(transitions)]
+    return episodes.episode(*whole, task=Task("t1", question, metadata=metadata or {}), **changes)
 
 
 class Asked:
@@ -90,10 +82,10 @@ class Endpoint(ScriptedUpstream):
     def authorizations(self) -> list[str | None]:
         return [received.headers.get("Authorization") for received in self.received]
 
-    def judge(self, episodes: Episodes, rule: str = "judge", **settings: Any) -> Any:
+    def judge(self, name: str = "judge", **settings: Any) -> Any:
         """The reward rule that asks this endpoint."""
         given = {"base_url": self.url, "model": "m", "rubric": "Be {polite}.", **settings}
-        return episodes.rule(kinds.REWARD, rule, **given)
+        return rule(kinds.REWARD, name, **given)
 
     async def _judge(self, received: Received) -> Step:
         await asyncio.sleep(self.delay)
@@ -111,8 +103,3 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     endpoint = Endpoint()
     with endpoint:
         yield endpoint
-
-
-@pytest.fixture(scope="session", name="make")
-def episodes_fixture() -> Episodes:
-    return Episodes()

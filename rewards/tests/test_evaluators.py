@@ -24,6 +24,8 @@ from agl_core.types import CreditKind, Ending, Episode, Mode, Reward, Task
 from agl_rewards import exact_match, last_number, numeric_match, regex_format, token_f1, word_f1
 from agl_rewards.air import air
 
+from . import conftest as make
+
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 WORDS = st.text(st.characters(exclude_categories=["Nd", "Nl", "No", "Cs"], exclude_characters="-+−.,eE"))
 
@@ -108,7 +110,7 @@ def test_regex_format_searches_in_text_and_json() -> None:
     assert regex_format(episode(None), pattern=re.compile("^$")) == 1.0
 
 
-async def test_every_setting_has_an_effect(make: Any) -> None:
+async def test_every_setting_has_an_effect() -> None:
     def rule(name: str, **settings: Any) -> Any:
         return make.rule(kinds.REWARD, name, **settings)
 
@@ -159,7 +161,7 @@ def test_examples(answer: str, expected: str, value: float) -> None:
     assert word_f1(answer, expected) == pytest.approx(value)
 
 
-def test_the_best_of_several_answers_counts_and_the_field_is_chosen(make: Any) -> None:
+def test_the_best_of_several_answers_counts_and_the_field_is_chosen() -> None:
     metadata = {"answers": ["dog", "cat", "a big cat"], "result": "dog"}
     assert token_f1(make.episode(result="big cat", metadata=metadata), field="answers") == 1.0
     assert token_f1(make.episode(result="big cat", metadata=metadata)) == 0.0
@@ -177,7 +179,7 @@ def names_and_values(rule: Callable[[Episode], Any], episode: Episode) -> dict[s
 
 
 class TestToolResults:
-    def test_success_earns_what_failure_costs_as_does_a_call_that_did_not_parse(self, make: Any) -> None:
+    def test_success_earns_what_failure_costs_as_does_a_call_that_did_not_parse(self) -> None:
         called = [make.tool_result(status) for status in ("ok", "error", "timeout", "empty")]
         episode = make.episode(called, make.transition(1, parse_error="no closing brace"))
         assert names_and_values(make.rule(kinds.REWARD, "tool_results"), episode) == {
@@ -188,12 +190,12 @@ class TestToolResults:
             "unparsed": -0.2,
         }
 
-    def test_each_tool_may_have_its_weight(self, make: Any) -> None:
+    def test_each_tool_may_have_its_weight(self) -> None:
         rule = make.rule(kinds.REWARD, "tool_results", weights={"fetch": 0.5}, default_weight=0.1)
         episode = make.episode([make.tool_result(tool="fetch"), make.tool_result("error")])
         assert names_and_values(rule, episode) == {"fetch.0.ok": 0.5, "search.1.error": -0.1}
 
-    async def test_rewards_belong_to_the_call_and_choice_that_asked(self, make: Any) -> None:
+    async def test_rewards_belong_to_the_call_and_choice_that_asked(self) -> None:
         episode = make.episode(
             make.transition(0, make.tool_result("error")),
             make.transition(1),
@@ -211,7 +213,7 @@ class TestToolResults:
 
 
 class TestAir:
-    def test_rewards_of_single_calls_are_in_it_only_where_the_return_is_asked_for(self, make: Any) -> None:
+    def test_rewards_of_single_calls_are_in_it_only_where_the_return_is_asked_for(self) -> None:
         calls = [
             make.transition(0, make.tool_result("ok")),
             make.transition(1, make.tool_result("error")),
@@ -222,19 +224,17 @@ class TestAir:
         assert air([one]) == [pytest.approx([0.6, 0.2, 0.5])]
         assert air([one], reward="return") == [pytest.approx([2.2, 1.8, 2.5])]
 
-    def test_a_tool_call_that_did_not_parse_is_a_failure(self, make: Any) -> None:
+    def test_a_tool_call_that_did_not_parse_is_a_failure(self) -> None:
         assert air([make.episode(make.transition(0, parse_error="…"), terminal=1.0)], alpha=0.5) == [[0.0]]
 
     @given(calls=CALLS, terminal=RETURNS, alpha=st.floats(0, 1))
-    def test_status_and_terminal_reward_are_mixed(
-        self, make: Any, calls: list[list[str]], terminal: float, alpha: float
-    ) -> None:
+    def test_status_and_terminal_reward_are_mixed(self, calls: list[list[str]], terminal: float, alpha: float) -> None:
         episode = make.episode(*[[make.tool_result(s) for s in call] for call in calls], terminal=terminal)
         for call, value in zip(calls, air([episode], alpha=alpha)[0], strict=True):
             status = sum(1 if s == "ok" else -1 for s in call) / len(call) if call else terminal
             assert value == pytest.approx(alpha * status + (1 - alpha) * terminal, abs=1e-9)
 
-    def test_it_yields_returns_and_its_share_is_bounded(self, make: Any) -> None:
+    def test_it_yields_returns_and_its_share_is_bounded(self) -> None:
         component = Plugins.load().component(kinds.CREDIT, "air", "[credit]")
         assert (component.yields, component.provides) == ({CreditKind.RETURN}, {Capability.TOOL_RESULTS})
         assert make.rule(kinds.CREDIT, "air", alpha=1.0)([make.episode([make.tool_result()], terminal=5.0)]) == [[1.0]]
@@ -250,7 +250,7 @@ def configurations() -> list[dict[str, Any]]:
     return [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)]
 
 
-def test_every_reward_table_of_the_page_is_valid(make: Any) -> None:
+def test_every_reward_table_of_the_page_is_valid() -> None:
     tables = [table for c in configurations() for table in c.get("rewards", {}).items()]
     assert len(tables) >= 6
     for name, table in tables:

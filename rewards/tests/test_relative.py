@@ -21,6 +21,7 @@ from agl_core.plugins import Plugins
 from agl_core.types import DropReason, Ending, Episode
 from agl_rewards.relative import shares_beaten
 
+from . import conftest as make
 from .conftest import Asked
 
 SCORE = dict.fromkeys(Ending, "score")
@@ -40,7 +41,7 @@ def by_number(asked: Asked) -> Mapping[str, float]:
     return {label: float(answer.split()[-1]) for label, answer in answers_of(asked).items()}
 
 
-def conversation(make: Any, rollout: str, *replies: str, result: str = "done") -> Episode:
+def conversation(rollout: str, *replies: str, result: str = "done") -> Episode:
     """A rollout that looks something up for each reply but the last, and repeats what was said before in each call."""
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     transitions = []
@@ -54,16 +55,14 @@ def conversation(make: Any, rollout: str, *replies: str, result: str = "done") -
     return make.episode(*transitions, result=result, question="Who?", rollout=rollout)
 
 
-async def test_the_judge_sees_what_rollouts_share_once_and_the_rest_of_each_under_its_label(
-    make: Any, endpoint: Any
-) -> None:
+async def test_the_judge_sees_what_rollouts_share_once_and_the_rest_of_each_under_its_label(endpoint: Any) -> None:
     group = [
-        conversation(make, "r0", "Ann", "Bob", result="Bob 3"),
-        conversation(make, "r1", "Ann", "Cy", "Cyd", result="Cyd 10"),
-        conversation(make, "r2", "Ann", result="Ann 7.5"),
+        conversation("r0", "Ann", "Bob", result="Bob 3"),
+        conversation("r1", "Ann", "Cy", "Cyd", result="Cyd 10"),
+        conversation("r2", "Ann", result="Ann 7.5"),
     ]
     endpoint.judgement = by_number
-    assert await compared(endpoint.judge(make, "relative_judge"), group) == [0.3, 1.0, 0.75]
+    assert await compared(endpoint.judge("relative_judge"), group) == [0.3, 1.0, 0.75]
     [asked] = map(Asked, endpoint.requests)
     assert "Be {polite}." in asked.system
     assert asked.material["task"] == "Who?"
@@ -82,23 +81,21 @@ async def test_the_judge_sees_what_rollouts_share_once_and_the_rest_of_each_unde
         [["returned", "Ann 7.5"]],
     ]
     for _ in range(12):
-        await compared(endpoint.judge(make, "relative_judge"), group)
+        await compared(endpoint.judge("relative_judge"), group)
     forms = [(asked.labels, list(asked.material["rollouts"])) for asked in map(Asked, endpoint.requests)]
     assert len(forms) == 13
     assert any(form != order for form, order in forms), "the form does not say the order"
     assert sorted(asked.labels) == list(asked.material["rollouts"])
 
 
-async def test_calls_of_other_conversations_and_rewritten_histories_are_shown_once_each(
-    make: Any, endpoint: Any
-) -> None:
+async def test_calls_of_other_conversations_and_rewritten_histories_are_shown_once_each(endpoint: Any) -> None:
     def says(agent: str, turn: int, *before: str) -> Any:
         messages = [{"role": "system", "content": agent}, *({"role": "user", "content": text} for text in before)]
         response = {"role": "assistant", "content": f"{agent} {turn}"}
         return make.transition(turn, messages=tuple(messages), response=response)
 
     turns = [says("writer", 0, "a"), says("critic", 1, "b"), says("writer", 2, "a"), says("critic", 3, "other", "b")]
-    await compared(endpoint.judge(make, "relative_judge"), [make.episode(*turns, result=None)])
+    await compared(endpoint.judge("relative_judge"), [make.episode(*turns, result=None)])
     [rollout] = Asked(endpoint.requests[0]).material["rollouts"].values()
     assert [" ".join(said) for said in rollout] == [
         "system writer", "user a", "assistant writer 0",
@@ -110,21 +107,19 @@ async def test_calls_of_other_conversations_and_rewritten_histories_are_shown_on
 
 
 @pytest.mark.parametrize("ranking", [False, True])
-async def test_equal_rollouts_are_shown_once_and_get_equal_rewards(make: Any, endpoint: Any, ranking: bool) -> None:
+async def test_equal_rollouts_are_shown_once_and_get_equal_rewards(endpoint: Any, ranking: bool) -> None:
     group = [make.episode(result=f"{n}") for n in (1, 2, 2, 3)]
     endpoint.judgement = by_number
-    values = await compared(endpoint.judge(make, "relative_judge", ranking=ranking), group)
+    values = await compared(endpoint.judge("relative_judge", ranking=ranking), group)
     assert values == ([1.0, 0.5, 0.5, 0.0] if ranking else [0.1, 0.2, 0.2, 0.3])
     assert len(Asked(endpoint.requests[0]).labels) == 3
 
 
 @pytest.mark.parametrize("answers", [["8"], ["8", "8"]])
-async def test_where_nothing_can_be_ranked_the_rubric_alone_decides(
-    make: Any, endpoint: Any, answers: list[str]
-) -> None:
+async def test_where_nothing_can_be_ranked_the_rubric_alone_decides(endpoint: Any, answers: list[str]) -> None:
     """As in an evaluation, whose groups have one rollout."""
     endpoint.judgement = by_number
-    rule = endpoint.judge(make, "relative_judge", ranking=True)
+    rule = endpoint.judge("relative_judge", ranking=True)
     assert await compared(rule, [make.episode(result=answer) for answer in answers]) == [0.8] * len(answers)
 
 
@@ -138,17 +133,17 @@ def test_a_rank_is_worth_the_share_of_the_others_that_are_worse(ranks: list[int]
         assert (rank < other) == (share > beaten)
 
 
-async def test_the_order_is_random_and_the_same_for_the_same_rollouts(make: Any, endpoint: Any, tmp_path: Path) -> None:
+async def test_the_order_is_random_and_the_same_for_the_same_rollouts(endpoint: Any, tmp_path: Path) -> None:
     """So a judge that likes the first one best favours no member, and a group that is tried again costs nothing."""
     endpoint.judgement = lambda asked: {
         label: 10 * (label == next(iter(asked.material["rollouts"]))) for label in asked.labels
     }
-    rule = endpoint.judge(make, "relative_judge", cache=str(tmp_path / "cache"))
+    rule = endpoint.judge("relative_judge", cache=str(tmp_path / "cache"))
     groups = [[make.episode(result=f"{group}: {member}") for member in range(4)] for group in range(100)]
     values = await asyncio.gather(*(compared(rule, group) for group in groups))
     for member in range(4):
         assert 0.1 < statistics.mean(of_group[member] for of_group in values) < 0.4
-    again = endpoint.judge(make, "relative_judge", cache=str(tmp_path / "cache"))
+    again = endpoint.judge("relative_judge", cache=str(tmp_path / "cache"))
     shuffled = [[group[member] for member in (2, 0, 3, 1)] for group in groups]
     for one, other in zip(values, await asyncio.gather(*(compared(again, group) for group in shuffled)), strict=True):
         assert [one[member] for member in (2, 0, 3, 1)] == other
@@ -156,9 +151,7 @@ async def test_the_order_is_random_and_the_same_for_the_same_rollouts(make: Any,
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown"])
-async def test_a_reply_with_wrong_labels_is_refused_and_costs_its_group_alone(
-    make: Any, endpoint: Any, fault: str
-) -> None:
+async def test_a_reply_with_wrong_labels_is_refused_and_costs_its_group_alone(endpoint: Any, fault: str) -> None:
     def judge(asked: Asked) -> Any:
         numbers = dict.fromkeys(asked.labels, 7)
         if "stray" in asked.user and (is_stubborn or "An earlier reply was refused, because" not in asked.user):
@@ -172,7 +165,7 @@ async def test_a_reply_with_wrong_labels_is_refused_and_costs_its_group_alone(
         for member in range(3)
     ]
     for is_stubborn in (True, False):
-        rules = [ScoringRule("relative", endpoint.judge(make, "relative_judge"))]
+        rules = [ScoringRule("relative", endpoint.judge("relative_judge"))]
         scored = await score_groups(await score_all(episodes, rules, SCORE), rules, SCORE)
         failed = [None if episode.dropped is None else episode.dropped for episode, _ in scored]
         assert failed == [None] * 3 + [DropReason.REWARD_FAILED if is_stubborn else None] * 3
@@ -182,13 +175,13 @@ async def test_a_reply_with_wrong_labels_is_refused_and_costs_its_group_alone(
     assert len(endpoint.requests) == 6
 
 
-async def test_long_transcripts_lose_their_middle(make: Any, endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_transcripts_lose_their_middle(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agl_rewards.relative.MAX_CHARACTERS", 2000)
     endpoint.judgement = lambda asked: dict.fromkeys(asked.labels, 7)
-    rule = endpoint.judge(make, "relative_judge")
+    rule = endpoint.judge("relative_judge")
 
     async def shown(*replies: str) -> list[list[str]]:
-        await compared(rule, [conversation(make, "r0", *replies), make.episode(result="other")])
+        await compared(rule, [conversation("r0", *replies), make.episode(result="other")])
         rollouts = Asked(endpoint.requests[-1]).material["rollouts"].values()
         return next(transcript for transcript in rollouts if len(transcript) > 1)
 
@@ -209,7 +202,7 @@ async def test_long_transcripts_lose_their_middle(make: Any, endpoint: Any, monk
         assert sum(len(text) for _, text in transcript) < 2000 + 50 * len(transcript)
 
 
-async def test_the_expected_answer_is_shown_and_the_rubric_may_be_left_out(make: Any, endpoint: Any) -> None:
+async def test_the_expected_answer_is_shown_and_the_rubric_may_be_left_out(endpoint: Any) -> None:
     rule = make.rule(kinds.REWARD, "relative_judge", base_url=endpoint.url, model="m", field="gold")
     await compared(rule, [make.episode(result="Zoe", metadata={"gold": "Zoë"})])
     asked = Asked(endpoint.requests[0])
@@ -227,7 +220,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-async def test_instructions_in_a_rollout(make: Any, endpoint: Any, attack: str) -> None:
+async def test_instructions_in_a_rollout(endpoint: Any, attack: str) -> None:
     """The judges of this test obey. All but the last attack are prevented, whatever the judge would do."""
 
     def obedient(asked: Asked) -> Any:
@@ -245,7 +238,7 @@ async def test_instructions_in_a_rollout(make: Any, endpoint: Any, attack: str) 
         return numbers
 
     endpoint.judgement = obedient
-    rule = endpoint.judge(make, "relative_judge")
+    rule = endpoint.judge("relative_judge")
     groups = [[f"{n}. {group}" for n in (6, 7, 8)] + [f"{ATTACKS[attack]} {group}"] for group in range(40)]
     values = await asyncio.gather(
         *(compared(rule, [make.episode(result=answer) for answer in answers]) for answers in groups)

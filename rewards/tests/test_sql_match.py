@@ -17,6 +17,8 @@ from agl_core import kinds
 from agl_core.errors import ConfigError
 from agl_rewards import run_query, sql_match
 
+from . import conftest as make
+
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n"
 MANY = ", ".join(["printf('%9999s', i)"] * 900)
 LONG = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
@@ -48,7 +50,7 @@ def database(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def judged(make: Any, database: Path) -> Callable[..., Any]:
+def judged(database: Path) -> Callable[..., Any]:
     """The value of an agent's query against the expected one."""
 
     async def value(answer: Any, expected: str, **settings: Any) -> float:
@@ -207,7 +209,7 @@ async def test_an_expected_query_that_fails_is_an_error_with_the_task(
         await judged("SELECT 1", expected, timeout=0.05)
 
 
-async def test_the_file_is_named_by_the_tasks_metadata(make: Any, database: Path) -> None:
+async def test_the_file_is_named_by_the_tasks_metadata(database: Path) -> None:
     episode = make.episode(result="SELECT 1", metadata={"result": "SELECT 1", "db": "pets"})
     template = database.parent / "{db}.sqlite"
     assert await sql_match(episode, database=template) == 1.0
@@ -219,7 +221,7 @@ async def test_the_file_is_named_by_the_tasks_metadata(make: Any, database: Path
 
 @pytest.mark.parametrize("named", ["pets.sqlite", "./below/../pets.sqlite", "ABSOLUTE"])
 async def test_a_file_named_in_the_metadata_starts_at_the_folder_of_the_template(
-    make: Any, database: Path, tmp_path_factory: pytest.TempPathFactory, named: str
+    database: Path, tmp_path_factory: pytest.TempPathFactory, named: str
 ) -> None:
     (database.parent / "below").mkdir()
     folder = tmp_path_factory.mktemp("elsewhere") if named == "ABSOLUTE" else database.parent

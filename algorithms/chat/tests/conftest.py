@@ -111,6 +111,11 @@ class ScriptedChat:
         return [*(token for character in text for token in self.encode(character)), *self.encode(last)]
 
 
+@pytest.fixture
+def chat(qwen: ServedModel) -> ScriptedChat:
+    return ScriptedChat(qwen)
+
+
 def echo(body: dict[str, Any], choice: int = 0) -> dict[str, Any]:
     """A reply as most clients send it back: without its reasoning."""
     message = body["choices"][choice]["message"]

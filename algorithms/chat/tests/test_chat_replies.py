@@ -38,11 +38,6 @@ TURNS = (
 )
 
 
-@pytest.fixture
-def chat(qwen: ServedModel) -> ScriptedChat:
-    return ScriptedChat(qwen)
-
-
 def test_a_plain_reply(chat: ScriptedChat) -> None:
     body = chat.ask([USER], "The answer is 42.")
     (choice,) = body["choices"]

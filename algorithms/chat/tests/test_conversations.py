@@ -30,11 +30,6 @@ HELLO = {"role": "user", "content": "hello"}
 SPACED = '<tool_call>\n{"arguments":{"expression":"12+30"},  "name":"calculator"}\n</tool_call>'
 
 
-@pytest.fixture
-def chat(qwen: ServedModel) -> ScriptedChat:
-    return ScriptedChat(qwen)
-
-
 NEXT = "\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -89,16 +89,8 @@ def select(samples: Samples, logprobs: Logprobs, order: list[int]) -> tuple[Samp
         samples.behaviour_R[tokens],
         *(column[order] for column in (samples.values_N, samples.group_N, samples.rollout_N, samples.turn_N)),
     )
-    assert logprobs.reference_R is not None
-    assert logprobs.entropy_R is not None
-    compared = Logprobs(
-        logprobs.current_R[tokens],
-        logprobs.old_R[tokens],
-        logprobs.behaviour_R[tokens],
-        logprobs.reference_R[tokens],
-        logprobs.entropy_R[tokens],
-    )
-    return picked, compared, tokens
+    columns = ("current_R", "old_R", "behaviour_R", "reference_R", "entropy_R")
+    return picked, Logprobs(**{column: getattr(logprobs, column)[tokens] for column in columns}), tokens
 
 
 def critic_values(samples: Samples) -> Tensor:

@@ -27,7 +27,6 @@ from agl_core.config.sections import OptimizerSection
 from agl_core.learning.batch import subset
 from agl_core.types import Batch, DropReason
 from agl_torch.loading import LoadedModel
-from agl_torch.trainer import PolicyTrainer
 
 from .conftest import (
     grpo,
@@ -160,20 +159,6 @@ def test_small_steps_are_not_rounded_away_in_bfloat16(checkpoint: Path) -> None:
     assert loaded.model.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
-SETTINGS = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2)
-
-
-def start(checkpoint: Path, budget: int = 200, dtype: torch.dtype = torch.float32) -> tuple[LoadedModel, PolicyTrainer]:
-    """A policy, and its trainer, which gets copies of the initial weights."""
-
-    def initial() -> LoadedModel:
-        loaded = load(checkpoint)
-        return replace(loaded, model=loaded.model.to(dtype), dtype=dtype)
-
-    loaded = initial()
-    return loaded, trainer_of(loaded, SETTINGS, tokens_per_micro_batch=budget, initial=initial)
-
-
 class PlainCritic:
     """The oracle: one plain forward per transition, AdamW as torch has it."""
 
@@ -198,9 +183,13 @@ class PlainCritic:
 
 
 @pytest.mark.parametrize("budget", [1, 10_000])
-def test_an_update_of_a_critic_equals_a_plain_adamw_loop(checkpoint: Path, budget: int) -> None:
-    loaded, trainer = start(checkpoint, budget, torch.float64)
-    batch = make_batch(loaded)
+def test_an_update_of_a_critic_equals_a_plain_adamw_loop(
+    in_float64: LoadedModel, checkpoint: Path, budget: int
+) -> None:
+    settings = OptimizerSection(learning_rate=1e-2, weight_decay=0.1, warmup_steps=2)
+    reference = replace(in_float64, model=copy.deepcopy(in_float64.model))
+    trainer = trainer_of(in_float64, settings, tokens_per_micro_batch=budget, initial=lambda: reference)
+    batch = make_batch(in_float64)
     plain, ppo = PlainCritic(checkpoint), Ppo(PpoOptions(critic_learning_rate=3e-3, lam=0.9))
     for update in range(3):
         metrics = trainer.update(batch, ppo).metrics

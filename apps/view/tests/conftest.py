@@ -181,3 +181,10 @@ def runs(tmp_path: Path) -> Iterator[Folder]:
     with TestClient(make_app([tmp_path / "runs"], TOKEN), "http://127.0.0.1:8000", client=HERE) as browser:
         assert browser.get(f"/?token={TOKEN}").status_code == 200
         yield Folder(tmp_path / "runs", browser)
+
+
+@pytest.fixture
+def calc(runs: Folder) -> Folder:
+    """The folder with a trained run of this name."""
+    runs.trained()
+    return runs

@@ -7,7 +7,12 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from agl_view.charts import histogram, line_chart, sparkline, stacked, strip
+from agl_view.charts import Chart, histogram, line_chart, sparkline, stacked, strip
+
+
+def drawn(chart: Chart | None) -> ET.Element:
+    assert chart is not None
+    return ET.fromstring(str(chart.svg))
 
 
 @pytest.mark.parametrize(
@@ -27,10 +32,7 @@ from agl_view.charts import histogram, line_chart, sparkline, stacked, strip
     ],
 )
 def test_every_value_is_inside_the_picture(values: list[float]) -> None:
-    chart = line_chart("Loss", "", {"": list(enumerate(values))})
-
-    assert chart is not None
-    root = ET.fromstring(str(chart.svg))
+    root = drawn(line_chart("Loss", "", {"": list(enumerate(values))}))
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     places = [
         tuple(map(float, point.split(",")))
@@ -44,10 +46,7 @@ def test_every_value_is_inside_the_picture(values: list[float]) -> None:
 
 
 def test_rounding_errors_are_a_line_at_zero() -> None:
-    chart = line_chart("KL", "", {"": [(1, 3e-14), (2, -2e-14), (3, 0.0)]})
-
-    assert chart is not None
-    (line,) = ET.fromstring(str(chart.svg)).findall("polyline")
+    (line,) = drawn(line_chart("KL", "", {"": [(1, 3e-14), (2, -2e-14), (3, 0.0)]})).findall("polyline")
     assert len({point.split(",")[1] for point in line.attrib["points"].split()}) == 1
 
 
@@ -72,10 +71,7 @@ def test_the_bars_of_a_histogram_have_every_value_once(values: list[float]) -> N
 
 
 def test_bars_are_stacked() -> None:
-    chart = stacked("Time", "", {"rollouts": [(1, 3.0)], "update": [(1, 1.0)]}, lambda step: f"/steps/{step}")
-
-    assert chart is not None
-    root = ET.fromstring(str(chart.svg))
+    root = drawn(stacked("Time", "", {"rollouts": [(1, 3.0)], "update": [(1, 1.0)]}, lambda step: f"/steps/{step}"))
     low, high = (bar for bar in root.findall("rect") if bar.attrib["class"].startswith("bar"))
     assert float(high.attrib["y"]) + float(high.attrib["height"]) == pytest.approx(float(low.attrib["y"]), abs=0.2)
     assert float(low.attrib["height"]) == pytest.approx(3 * float(high.attrib["height"]), abs=0.5)
@@ -84,10 +80,8 @@ def test_bars_are_stacked() -> None:
 
 def test_of_many_steps_the_parts_are_areas() -> None:
     steps = range(1, 101)
-    chart = stacked("Time", "", {"rollouts": [(at, 3.0) for at in steps], "update": [(at, 1.0) for at in steps[50:]]})
-
-    assert chart is not None
-    low, high = ET.fromstring(str(chart.svg)).findall("polygon")
+    series = {"rollouts": [(at, 3.0) for at in steps], "update": [(at, 1.0) for at in steps[50:]]}
+    low, high = drawn(stacked("Time", "", series)).findall("polygon")
     places = [[tuple(map(float, point.split(","))) for point in area.attrib["points"].split()] for area in (low, high)]
     assert len(places[0]) == len(places[1]) == 200
     assert places[1][100:] == places[0][:100][::-1]
@@ -97,10 +91,7 @@ def test_of_many_steps_the_parts_are_areas() -> None:
 def test_names_are_text() -> None:
     name = "</text><script>\"'\x1b"
 
-    chart = line_chart(name, "", {name: [(1, 1.0), (2, 2.0)]}, lambda step: "/?a=1&b=\"'<>")
-
-    assert chart is not None
-    root = ET.fromstring(str(chart.svg))
+    root = drawn(line_chart(name, "", {name: [(1, 1.0), (2, 2.0)]}, lambda step: "/?a=1&b=\"'<>"))
     assert {e.tag for e in root.iter()} <= {"svg", "line", "text", "polyline", "circle", "a", "rect", "title"}
 
 

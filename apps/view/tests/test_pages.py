@@ -30,10 +30,8 @@ def test_runs_have_state_progress_and_evaluations(runs: Folder) -> None:
     assert "No run has this in its name." in text_of(runs.page("/?text=another"))
 
 
-def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(runs: Folder) -> None:
-    runs.trained()
-
-    page = Parsed(runs.page("/runs/calc"))
+def test_a_run_has_curves_with_links_to_the_rollouts_of_each_step(calc: Folder) -> None:
+    page = Parsed(calc.page("/runs/calc"))
 
     charts = {attributes["aria-label"] for tag, attributes in page.tags if tag == "svg"}
     assert "Reward. training from 1.5 to 1.5; eval, greedy from 0.25 to 0.75" in charts
@@ -67,14 +65,12 @@ def test_a_run_that_imitates_has_the_curve_of_its_loss(runs: Folder) -> None:
     assert "demos, loss 2.000 → 0.500" in text_of(page)
 
 
-def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(runs: Folder) -> None:
-    runs.trained()
-
-    run = next(link for link in Parsed(runs.page("/")).links if link == "/runs/calc")
-    rollouts = next(link for link in Parsed(runs.page(run)).links if link == STEP)
-    group = next(link for link in Parsed(runs.page(rollouts)).links if "/groups/" in link)
-    one = next(link for link in Parsed(runs.page(group)).links if link.endswith("rollouts/s1-g0-m1"))
-    page = text_of(runs.page(one))
+def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(calc: Folder) -> None:
+    run = next(link for link in Parsed(calc.page("/")).links if link == "/runs/calc")
+    rollouts = next(link for link in Parsed(calc.page(run)).links if link == STEP)
+    group = next(link for link in Parsed(calc.page(rollouts)).links if "/groups/" in link)
+    one = next(link for link in Parsed(calc.page(group)).links if link.endswith("rollouts/s1-g0-m1"))
+    page = text_of(calc.page(one))
 
     assert "Terminal reward 0" in page
     assert "right rule right 0 2" in page
@@ -101,10 +97,8 @@ def test_from_the_reward_curve_to_the_reason_for_one_advantage_in_four_clicks(ru
         ("dropped=no_advantage", 2),
     ],
 )
-def test_filters_are_in_the_address(runs: Folder, query: str, number: int) -> None:
-    runs.trained()
-
-    page = runs.page(f"/runs/calc/rollouts?{query}")
+def test_filters_are_in_the_address(calc: Folder, query: str, number: int) -> None:
+    page = calc.page(f"/runs/calc/rollouts?{query}")
 
     assert f"{number} of {0 if query in ('mode=eval-greedy', 'step=2') else 4} rollouts" in page
 
@@ -131,10 +125,8 @@ def test_rollouts_come_in_pages_of_whole_groups_training_first(runs: Folder, mon
 
 
 @pytest.mark.parametrize("query", ["step=x", "step=inf", "step=1e40", "mode=other", "min_reward=much"])
-def test_a_filter_that_cannot_be_read_is_named(runs: Folder, query: str) -> None:
-    runs.trained()
-
-    assert query in runs.page(f"/runs/calc/rollouts?{query}", 400)
+def test_a_filter_that_cannot_be_read_is_named(calc: Folder, query: str) -> None:
+    assert query in calc.page(f"/runs/calc/rollouts?{query}", 400)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +157,8 @@ def test_a_filter_that_cannot_be_read_is_named(runs: Folder, query: str) -> None
         ),
     ],
 )
-def test_each_page_has_what_was_recorded(runs: Folder, address: str, markup: list[str]) -> None:
-    runs.trained()
-
-    page = runs.page(address)
+def test_each_page_has_what_was_recorded(calc: Folder, address: str, markup: list[str]) -> None:
+    page = calc.page(address)
 
     at = 0
     for part in markup:
@@ -275,10 +265,8 @@ def test_a_folder_that_is_no_run_of_agl(runs: Folder) -> None:
         ("/runs/..%2F..%2Fetc", ""),
     ],
 )
-def test_what_is_not_there(runs: Folder, address: str, what: str) -> None:
-    runs.trained()
-
-    assert what in runs.page(address, 404)
+def test_what_is_not_there(calc: Folder, address: str, what: str) -> None:
+    assert what in calc.page(address, 404)
 
 
 def test_calls_past_agl_and_undelivered_replies_stand_before_the_turn_that_counts(runs: Folder) -> None:
