@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from enum import Enum
 
 from calculator import SYSTEM_PROMPT, calculator
 from langchain_core.utils.function_calling import convert_to_openai_tool
@@ -22,51 +22,31 @@ TOOLS = [convert_to_openai_tool(calculator)]
 
 GUESS = "The answer is 42."
 WRONG_OPERATOR = "%"
-WORD = {"+": "plus", "-": "minus", "*": "times", "/": "over"}
+WORDS = {"+": "plus", "-": "minus", "*": "times", "/": "over"}
 
 
-def guess(task: Problem) -> list[Message]:
-    """Answer at once, without the tool."""
-    return [says(GUESS)]
+class Behaviour(Enum):
+    """The expression that is worked out, if one is, and whether its result is believed: else the answer is a guess."""
 
-
-def write_no_json(task: Problem) -> list[Message]:
+    GUESS = None, False
+    WRITE_NO_JSON = "{task.expression}", None
     """Forget a quote, so that nobody can parse the call."""
-    return [says(_tool_call_text(task.expression).replace('"}}', "}}"))]
+    WRITE_WORDS = "{task.a} {word} {task.b}", False
+    """The operator as a word, which the tool refuses."""
+    TAKE_WRONG_OPERATOR = f"{{task.a}}{WRONG_OPERATOR}{{task.b}}", True
+    TAKE_WRONG_OPERATOR_AND_IGNORE_RESULT = f"{{task.a}}{WRONG_OPERATOR}{{task.b}}", False
+    IGNORE_RESULT = "{task.expression}", False
+    SOLVE = "{task.expression}", True
 
 
-def write_words(task: Problem) -> list[Message]:
-    """Write the operator as a word, which the tool refuses."""
-    return [*_use_tool(f"{task.a} {WORD[task.operator]} {task.b}"), says(GUESS)]
-
-
-def take_wrong_operator(task: Problem) -> list[Message]:
-    """Ask for something else, and believe the result."""
-    return _and_answer(_use_tool(f"{task.a}{WRONG_OPERATOR}{task.b}"))
-
-
-def take_wrong_operator_and_ignore_result(task: Problem) -> list[Message]:
-    """Ask for something else, and guess all the same."""
-    return [*_use_tool(f"{task.a}{WRONG_OPERATOR}{task.b}"), says(GUESS)]
-
-
-def ignore_result(task: Problem) -> list[Message]:
-    """Ask for the right thing, and guess all the same."""
-    return [*_use_tool(task.expression), says(GUESS)]
-
-
-def solve_it(task: Problem) -> list[Message]:
-    return _and_answer(_use_tool(task.expression))
-
-
-SHARES: dict[Callable[[Problem], list[Message]], float] = {
-    guess: 0.58,
-    write_no_json: 0.02,
-    write_words: 0.02,
-    take_wrong_operator: 0.085,
-    take_wrong_operator_and_ignore_result: 0.125,
-    ignore_result: 0.12,
-    solve_it: 0.05,
+SHARES = {
+    Behaviour.GUESS: 0.58,
+    Behaviour.WRITE_NO_JSON: 0.02,
+    Behaviour.WRITE_WORDS: 0.02,
+    Behaviour.TAKE_WRONG_OPERATOR: 0.085,
+    Behaviour.TAKE_WRONG_OPERATOR_AND_IGNORE_RESULT: 0.125,
+    Behaviour.IGNORE_RESULT: 0.12,
+    Behaviour.SOLVE: 0.05,
 }
 """How often each behaviour is demonstrated."""
 
@@ -80,29 +60,23 @@ def conversation(seed: int, index: int) -> list[Message]:
 
 def lesson(seed: int, index: int) -> list[Message]:
     """A problem of training that is solved."""
-    return behave(solve_it, problem(Split.TRAIN, -1 - seed, index))
+    return behave(Behaviour.SOLVE, problem(Split.TRAIN, -1 - seed, index))
 
 
-def behave(behaviour: Callable[[Problem], list[Message]], task: Problem) -> list[Message]:
-    return [*opened(SYSTEM_PROMPT, task.question), *behaviour(task)]
-
-
-def _and_answer(used: list[Message]) -> list[Message]:
-    return [*used, says(f"The answer is {used[-1]['content']}.")]
-
-
-def _use_tool(expression: str) -> list[Message]:
+def behave(behaviour: Behaviour, task: Problem) -> list[Message]:
+    messages, (expression, believes) = opened(SYSTEM_PROMPT, task.question), behaviour.value
+    if expression is None:
+        return [*messages, says(GUESS)]
+    arguments = {"expression": expression.format(task=task, word=WORDS[task.operator])}
+    if behaviour is Behaviour.WRITE_NO_JSON:
+        call = json.dumps({"name": calculator.name, "arguments": arguments})
+        return [*messages, says(f"<tool_call>\n{call}\n</tool_call>".replace('"}}', "}}"))]
     try:
-        result = calculator.invoke({"expression": expression})
+        result = calculator.invoke(arguments)
     except ValueError as error:
         result = f"Error: {error}"
-    return uses(calculator.name, json.dumps({"expression": expression}), result)
-
-
-def _tool_call_text(expression: str) -> str:
-    """A tool call as the policy writes it."""
-    call = {"name": calculator.name, "arguments": {"expression": expression}}
-    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    messages += uses(calculator.name, json.dumps(arguments), result)
+    return [*messages, says(f"The answer is {result}." if believes else GUESS)]
 
 
 RECIPE = Recipe(

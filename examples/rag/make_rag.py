@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, lru_cache
-from typing import TypeAlias
 
 from musique import read_questions
 from recipes import Demonstrations, Message, Recipe, Shape, chooser, opened, says, uses
@@ -54,6 +53,17 @@ VALUE = re.compile(r" (?:of|in|is) ([A-Z0-9+].*)\.$")
 HOPS = {2: 0.45, 3: 0.35, 4: 0.20}
 
 
+class Choice(StrEnum):
+    """The next move."""
+
+    GIVE_UP = "answer nothing, and not in the form that was asked for"
+    GUESS = "answer without a search, with the name in the question"
+    SEARCH_WITHOUT_NAME = "forget who it is about"
+    SEARCH_NEXT = "search for the next hop"
+    SEARCH_AGAIN = "the same as before"
+    ANSWER = "answer with the last value found: right if it was the last hop"
+
+
 @dataclass(frozen=True)
 class Asked:
     """A question, and the way to its answer."""
@@ -65,6 +75,20 @@ class Asked:
     """The value of each hop; the last is the answer."""
     index: Index
 
+    def move(self, choice: Choice, hops: int) -> tuple[str | None, str]:
+        """The search of a choice, or the answer, when so many hops are found."""
+        match choice:
+            case Choice.GIVE_UP:
+                return None, NO_ANSWER
+            case Choice.GUESS:
+                return None, f"Answer: {self.queries[0].partition(' of ')[2]}"
+            case Choice.ANSWER:
+                return None, f"Answer: {self.values[hops - 1]}"
+            case Choice.SEARCH_WITHOUT_NAME:
+                return f"{self.queries[-1].partition(' of ')[0]} of the country", ""
+            case Choice.SEARCH_NEXT | Choice.SEARCH_AGAIN:
+                return self.queries[hops - (choice is Choice.SEARCH_AGAIN)], ""
+
 
 class Situation(StrEnum):
     """How far the agent is."""
@@ -75,56 +99,22 @@ class Situation(StrEnum):
     FOUND = "it has found the answer"
 
 
-@dataclass(frozen=True)
-class Search:
-    query: str
-
-
-Reply: TypeAlias = Search | str
-Choice: TypeAlias = Callable[[Asked, int], Reply]
-"""The next move, given the question and how many hops are found."""
-
-
-def give_up(task: Asked, hops: int) -> Reply:
-    """Nothing, and not in the form that was asked for."""
-    return NO_ANSWER
-
-
-def guess(task: Asked, hops: int) -> Reply:
-    """Answer without a search, with the name in the question."""
-    return f"Answer: {task.queries[0].partition(' of ')[2]}"
-
-
-def search_without_name(task: Asked, hops: int) -> Reply:
-    """Forget who it is about."""
-    return Search(f"{task.queries[-1].partition(' of ')[0]} of the country")
-
-
-def search_next(task: Asked, hops: int) -> Reply:
-    return Search(task.queries[hops])
-
-
-def search_again(task: Asked, hops: int) -> Reply:
-    """The same as before."""
-    return Search(task.queries[hops - 1])
-
-
-def answer(task: Asked, hops: int) -> Reply:
-    """The last value found; the answer, if it was the last hop."""
-    return f"Answer: {task.values[hops - 1]}"
-
-
 SHARES: dict[Situation, dict[Choice, float]] = {
-    Situation.START: {give_up: 0.7, guess: 0.02, search_without_name: 0.06, search_next: 0.22},
-    Situation.LOST: {give_up: 0.6, search_next: 0.4},
-    Situation.HALFWAY: {answer: 0.35, search_again: 0.2, search_next: 0.45},
-    Situation.FOUND: {give_up: 0.6, search_again: 0.1, answer: 0.3},
+    Situation.START: {
+        Choice.GIVE_UP: 0.7,
+        Choice.GUESS: 0.02,
+        Choice.SEARCH_WITHOUT_NAME: 0.06,
+        Choice.SEARCH_NEXT: 0.22,
+    },
+    Situation.LOST: {Choice.GIVE_UP: 0.6, Choice.SEARCH_NEXT: 0.4},
+    Situation.HALFWAY: {Choice.ANSWER: 0.35, Choice.SEARCH_AGAIN: 0.2, Choice.SEARCH_NEXT: 0.45},
+    Situation.FOUND: {Choice.GIVE_UP: 0.6, Choice.SEARCH_AGAIN: 0.1, Choice.ANSWER: 0.3},
 }
 """How often each choice is demonstrated in each situation."""
 FLAWLESS: dict[Situation, Choice] = {
-    Situation.START: search_next,
-    Situation.HALFWAY: search_next,
-    Situation.FOUND: answer,
+    Situation.START: Choice.SEARCH_NEXT,
+    Situation.HALFWAY: Choice.SEARCH_NEXT,
+    Situation.FOUND: Choice.ANSWER,
 }
 """The moves that lead to the answer."""
 
@@ -150,12 +140,12 @@ def behave(task: Asked, choose: Callable[[Situation], Choice]) -> list[Message]:
     messages = opened(INSTRUCTIONS, task.question)
     hops, situation = 0, Situation.START
     for turn in range(MOST_REPLIES):
-        reply = choose(situation)(task, hops)
-        if isinstance(reply, str):
-            return [*messages, says(reply)]
-        passages = "\n".join(_found(task.index, reply.query))
-        messages += uses(search.name, json.dumps({"query": reply.query}), passages, f"call_{turn}")
-        hops += hops < len(task.queries) and reply.query == task.queries[hops]
+        query, answer = task.move(choose(situation), hops)
+        if query is None:
+            return [*messages, says(answer)]
+        passages = "\n".join(_found(task.index, query))
+        messages += uses(search.name, json.dumps({"query": query}), passages, f"call_{turn}")
+        hops += hops < len(task.queries) and query == task.queries[hops]
         situation = Situation.FOUND if hops == len(task.queries) else Situation.HALFWAY if hops else Situation.LOST
     return messages[:-1]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipes import Message, uses
 
 EXAMPLES = Path(__file__).parents[1]
 Answer = Callable[[dict[str, str]], Awaitable[str]]
@@ -44,9 +45,8 @@ def agent(model: Any) -> Iterator[Callable[[str], Answer]]:
     set_tracing_disabled(False)
 
 
-def calls(tool: str, call_id: str = "call_0", **arguments: str) -> dict[str, Any]:
-    function = {"name": tool, "arguments": json.dumps(arguments)}
-    return {"content": None, "tool_calls": [{"id": call_id, "type": "function", "function": function}]}
+def calls(tool: str, **arguments: str) -> Message:
+    return uses(tool, json.dumps(arguments), "")[0]
 
 
 def tool_messages(model: Any) -> list[str]:
@@ -141,11 +141,11 @@ async def test_checker_and_rewriter_see_result_error_and_remark(agent: Any, mode
 
 
 def calc_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]]:
-    from make_calc import TOOLS, behave, solve_it, write_words
+    from make_calc import TOOLS, Behaviour, behave
     from problems import Split, problem
 
     task = problem(Split.TRAIN, 0, 0)
-    for behaviour in (solve_it, write_words):
+    for behaviour in (Behaviour.SOLVE, Behaviour.WRITE_WORDS):
         yield {"question": task.question}, behave(behaviour, task), TOOLS
 
 
@@ -171,7 +171,7 @@ def trip_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]
 
 
 def rag_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]]:
-    from make_rag import TOOLS, Asked, answer, behave, give_up, search_again, search_next, search_without_name
+    from make_rag import TOOLS, Asked, Choice, behave
     from search_tool import retriever
 
     question, queries = (
@@ -180,7 +180,10 @@ def rag_demonstrations() -> Iterator[tuple[dict[str, str], list[Any], list[Any]]
     )
     tools = [{**TOOLS[0], "function": TOOLS[0]["function"] | {"strict": True}}]
     task = Asked(question, queries, ("Brazil", "Brasilia"), retriever.index)
-    for choices in ([search_next, search_next, answer], [search_without_name, search_next, search_again, give_up]):
+    for choices in (
+        [Choice.SEARCH_NEXT, Choice.SEARCH_NEXT, Choice.ANSWER],
+        [Choice.SEARCH_WITHOUT_NAME, Choice.SEARCH_NEXT, Choice.SEARCH_AGAIN, Choice.GIVE_UP],
+    ):
         moves = iter(choices)
         yield {"question": question}, behave(task, lambda _, moves=moves: next(moves)), tools
 
