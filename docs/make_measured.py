@@ -116,9 +116,6 @@ OF_BED: dict[Bed, Sequence[str]] = {
 
 After `identical` comes what theory prefers, so that an interrupted run has compared the two.
 """
-LAST_ONLY = "last call only"
-"""The name of `immediate` where no call earns anything by itself."""
-
 ALL_THREE = "all three"
 TRAINED = {
     "writer and rewriter": ("writer", "rewriter"),
@@ -230,7 +227,8 @@ def experiments() -> Iterator[str]:
         for label in labels:
             runs = runs_of(MEASURED, measured, f"beds/{bed}/{label}")
             cells = [agreement(label)(of_bed), *(cell(runs) for cell in LEARNING.values())]
-            yield f"| {bed} | {shown(bed, label)} | {' | '.join(cells)} |"
+            last_only = label == "immediate" and bed is not Bed.ADDITIVE  # There no call earns anything by itself.
+            yield f"| {bed} | {'last call only' if last_only else label} | {' | '.join(cells)} |"
     rows = {label: runs_of(MEASURED, measured, f"sql/{label}") for label in (*TRAINED, ONE_SEQUENCE)}
     yield from ("", *table("sql, trained", rows, LEARNING), "")
     refilled = {
@@ -275,10 +273,6 @@ def rollouts_to(least: float) -> Cell:
         return ", ".join("never" if end is None else str(end) for end in reached)
 
     return cell
-
-
-def shown(bed: Bed, rule: str) -> str:
-    return LAST_ONLY if rule == "immediate" and bed is not Bed.ADDITIVE else rule
 
 
 # The page.

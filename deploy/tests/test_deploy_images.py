@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
@@ -189,10 +188,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         process.kill()
 
 
-def settings(arguments: list[str]) -> list[str]:
-    return [after for word, after in itertools.pairwise(arguments) if word == "--set"]
-
-
 def test_a_job_starts_everything_trains_and_leaves_nothing_behind(cluster: Cluster) -> None:
     cluster.ended(cluster.submit(), 0)
     starts = [call[0] for call in cluster.calls("ray", "start")]
@@ -202,9 +197,9 @@ def test_a_job_starts_everything_trains_and_leaves_nothing_behind(cluster: Clust
     assert keys == ["AGL_WORKER_KEY", *RAY_KEYS]
     assert [keys for _, keys, _ in cluster.calls("ray", "start")] == [RAY_KEYS] * NODES
     assert {f"engine.verl.nodes={NODES}", "engine.verl.gpus_per_node=8", "engine.verl.address=127.0.0.1:6379"} < set(
-        settings(train)
+        CommandLine("", tuple(train)).settings
     )
-    assert {"server.host=127.0.0.1", "server.port=8123"} < set(settings(train))
+    assert {"server.host=127.0.0.1", "server.port=8123"} < set(CommandLine("", tuple(train)).settings)
     workers = cluster.calls("agl", "worker")
     assert [keys for _, keys, _ in workers] == [["AGL_WORKER_KEY"]] * NODES, "agents see their worker's environment"
     assert {call[0][-1] for call in workers} == {"http://127.0.0.1:8123"}

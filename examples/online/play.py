@@ -116,15 +116,7 @@ def play(name: str, seed: int, sessions: int | None, settings: Sequence[str]) ->
         return len(visits) < last
 
     with deployed(run, settings) as url:
-        crowd = Crowd(
-            url,
-            _key(run),
-            _key(run, "--feedback"),
-            seed,
-            last,
-            chosen.shift,
-            thumb=chosen.thumb(run),
-        )
+        crowd = Crowd(url, _key(run), _key(run, "--feedback"), seed, last, chosen.shift, thumb=chosen.thumb(run))
         asyncio.run(crowd.visit(ended))
     return {
         "seconds": round(time.monotonic() - began),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from make_policy import CHAT_TEMPLATE, EXAMPLES, MARKS, make_tokenizer
-from recipes import Demonstrations, Message, Shape
+from recipes import Demonstrations, Message, Shape, opened, says, uses
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -99,15 +99,9 @@ The answer is 84.<|im_end|>
 """
 
 
-def solved(arguments: Any) -> list[dict[str, Any]]:
-    call = {"type": "function", "id": "x", "function": {"name": "calculator", "arguments": arguments}}
-    return [
-        {"role": "system", "content": "Solve the problem. Use the calculator."},
-        {"role": "user", "content": "What is 12 times 7?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "84", "tool_call_id": "x"},
-        {"role": "assistant", "content": "The answer is 84."},
-    ]
+def solved(arguments: Any) -> list[Message]:
+    question = opened("Solve the problem. Use the calculator.", "What is 12 times 7?")
+    return [*question, *uses("calculator", arguments, "84"), says("The answer is 84.")]
 
 
 def test_the_template_renders_calls_as_text_or_object_parallel_ones_and_text_beside_them() -> None:

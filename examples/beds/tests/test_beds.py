@@ -57,35 +57,30 @@ def test_the_value_is_what_games_earn_on_average(bed: Bed) -> None:
 
 @pytest.fixture
 def play(model: Any) -> Any:
-    """The player, whose client asks the scripted model."""
+    """Plays a game against the scripted model."""
     player = importlib.reload(importlib.import_module("player"))
-    return player.play
+    return lambda bed: player.play({"bed": bed, "words": list(WORDS[: MANY[bed]])})
 
 
-def task_of(bed: Bed) -> dict[str, Any]:
-    return {"bed": bed, "words": list(WORDS[: MANY[bed]])}
+KEY, DOOR = right("key", WORDS[0]), right("door", WORDS[0])
 
 
-async def test_additive_is_played_to_its_end_and_leaves_rewards_to_the_rule(play: Any, model: Any) -> None:
-    model.replies = ["a"]
-    assert await play(task_of(Bed.ADDITIVE)) == 0
-    assert model.first_messages == [f"add {word}" for word in WORDS]
-
-
-async def test_decisive_is_won_by_two_letters(play: Any, model: Any) -> None:
-    key, door = right("key", WORDS[0]), right("door", WORDS[0])
-    model.replies = [key, "a", door, "a"]
-    assert await play(task_of(Bed.DECISIVE)) == 1
-    assert len(model.first_messages) == CALLS[Bed.DECISIVE]
-    model.clear()
-    model.replies = [key, door, "what?"]
-    assert await play(task_of(Bed.DECISIVE)) == 0
-
-
-async def test_recoverable_ends_when_all_things_are_skipped(play: Any, model: Any) -> None:
-    model.replies = [SKIP]
-    assert await play(task_of(Bed.RECOVERABLE)) == 0
-    assert len(model.first_messages) == MANY[Bed.RECOVERABLE]
+@pytest.mark.parametrize(
+    ("bed", "replies", "earned", "calls"),
+    [
+        (Bed.ADDITIVE, ["a"], 0, CALLS[Bed.ADDITIVE]),  # A rule gives the rewards of its calls.
+        (Bed.DECISIVE, [KEY, "a", DOOR, "a"], 1, CALLS[Bed.DECISIVE]),
+        (Bed.DECISIVE, [KEY, DOOR, "what?"], 0, CALLS[Bed.DECISIVE]),
+        (Bed.RECOVERABLE, [SKIP], 0, MANY[Bed.RECOVERABLE]),
+    ],
+)
+async def test_a_game_is_played_to_its_end(
+    play: Any, model: Any, bed: Bed, replies: list[str], earned: float, calls: int
+) -> None:
+    model.replies = replies
+    assert await play(bed) == earned
+    assert len(model.first_messages) == calls
+    assert model.first_messages[0] == start(bed).prompt
 
 
 async def test_a_failing_tool_can_be_asked_again(play: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,5 +88,5 @@ async def test_a_failing_tool_can_be_asked_again(play: Any, model: Any, monkeypa
     turns = iter([0, 1] * 4)  # 0: the first of the outcomes, which is the failure.
     monkeypatch.setattr("player.random.choices", lambda possible, chances: [possible[-1 if next(turns) else 0]])
     model.replies = [right("get", word) for word in WORDS[:4] for _ in range(2)]
-    assert await play(task_of(Bed.RECOVERABLE)) == 1
+    assert await play(Bed.RECOVERABLE) == 1
     assert model.first_messages[:3] == [f"get {WORDS[0]} 0", f"retry {WORDS[0]} 1", f"get {WORDS[1]} 2"]

@@ -84,24 +84,19 @@ def tasks(file: Path) -> Any:
     return component.build(component.options.model_validate({"path": str(file)}), EXAMPLES, 0)
 
 
-def test_rows_are_read_in_their_own_format() -> None:
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_are_read_in_their_own_format_as_they_are_published(tmp_path: Path, suffix: str) -> None:
     """A number, a fraction, an option's letter, and a subset without ids and `result_float`."""
-    source = tasks(ROWS)
-    rows = [source.task(index) for index in range(source.size)]
-    assert [task.metadata["result"] for task in rows] == ["66", "0.375", "12", "3000"]
-    assert [task.id for task in rows] == ["gsm8k__a1", "ape210k__b2", "math_qa__c3", "3"]
-    assert all(task.input.keys() == {"question"} for task in rows)
-
-
-def test_parquet_is_read_as_it_is_published(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
-    published, source = tasks(tmp_path / "train.parquet"), tasks(ROWS)
-    assert [published.task(index) for index in range(published.size)] == [
-        source.task(index) for index in range(source.size)
-    ]
+    file = ROWS
+    if suffix == ".parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file := tmp_path / "train.parquet")
+    source = tasks(file)
+    read = [source.task(index) for index in range(source.size)]
+    assert [task.metadata["result"] for task in read] == ["66", "0.375", "12", "3000"]
+    assert [task.id for task in read] == ["gsm8k__a1", "ape210k__b2", "math_qa__c3", "3"]
+    assert all(task.input.keys() == {"question"} for task in read)
 
 
 @pytest.mark.parametrize(

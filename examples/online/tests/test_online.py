@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -46,11 +47,7 @@ def test_wishes_shift_and_nothing_else_does() -> None:
     assert not any(user.wish.airline for user in [*shifted[:1000], *steady])
     assert sum(user.wish.airline is not None for user in shifted[1000:]) == pytest.approx(1000 * NAMING_SHARE, abs=50)
     for ours, theirs in zip(shifted, steady, strict=True):
-        assert (ours.wish.city, ours.wish.day, ours.gives_feedback) == (
-            theirs.wish.city,
-            theirs.wish.day,
-            theirs.gives_feedback,
-        )
+        assert replace(ours, wish=replace(ours.wish, airline=None)) == theirs
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -56,20 +57,18 @@ def test_musiques_own_format_is_read_and_what_cannot_be_answered_left_out() -> N
     assert [p.title for p in question.paragraphs if p.is_supporting] == ["Harbour Lights (film)", "Ada Torres"]
 
 
-@pytest.mark.parametrize("line", ["{", '{"id": "1"}', "[]"])
-def test_a_line_that_is_no_question_is_named(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "questions.jsonl"
-    file.write_text(SAMPLE.read_text() + line + "\n")
-    with pytest.raises(ValueError, match="line 3 is no question"):
-        read_questions(file)
-
-
-@pytest.mark.parametrize("line", ["{", '{"title": "A"}', "[]", "3"])
-def test_a_line_that_is_no_passage_is_named(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "passages.jsonl"
-    file.write_text('{"title": "A", "text": "B"}\n' + line + "\n")
+@pytest.mark.parametrize(
+    ("read", "first", "line"),
+    [
+        *((read_questions, SAMPLE.read_text().splitlines()[0], line) for line in ("{", '{"id": "1"}', "[]")),
+        *((read_passages, '{"title": "A", "text": "B"}', line) for line in ("{", '{"title": "A"}', "[]", "3")),
+    ],
+)
+def test_a_line_that_is_no_question_or_passage_is_named(tmp_path: Path, read: Any, first: str, line: str) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text(f"{first}\n{line}\n")
     with pytest.raises(ValueError, match="line 2"):
-        list(read_passages(file))
+        list(read(file))
 
 
 EXAMPLE = Path(__file__).parents[1]
