@@ -29,30 +29,31 @@ STATE: list[int] = []
 CLIENT_KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")
 
 
-def ask() -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    CLIENT.post("/chat/completions", json=body).raise_for_status()
+CALL = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def solve(task: Any, context: AgentContext) -> Any:
-    ask()
+    CLIENT.post("/chat/completions", json=CALL).raise_for_status()
     return globals()[task.pop("does")](**task)
 
 
-async def solve_async(task: Any) -> Any:
-    import openai
+async def ask(context: AgentContext) -> None:
+    headers = {"Authorization": f"Bearer {context.api_key}"}
+    async with httpx.AsyncClient(headers=headers, timeout=30) as client:
+        (await client.post(f"{context.base_url}/chat/completions", json=CALL)).raise_for_status()
 
-    async with openai.AsyncOpenAI() as client:
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": task["does"]}])
+
+async def block(file: str, context: AgentContext) -> int:
+    """Hold the event loop up until there is this file."""
+    await ask(context)
+    while file and not os.path.exists(file):  # noqa: ASYNC240
+        time.sleep(0.02)  # noqa: ASYNC251
     return os.getpid()
 
 
-async def meet(file: str) -> Any:
+async def meet(file: str, context: AgentContext) -> Any:
     """Wait, in the first attempt, until the test says to go on; tell the process and its keys."""
-    import openai
-
-    async with openai.AsyncOpenAI() as client:
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    await ask(context)
     logging.getLogger("an.agent").warning("%s met", os.getpid())
     with open(file, "a") as pids:  # noqa: ASYNC230
         pids.write(f"{os.getpid()}\n")

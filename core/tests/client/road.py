@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import openai
 
-from agl_core.client.agent import AgentContext
+from agl_core.client.agent import Agent, AgentContext, TaskPerAttempt
 
 
 async def ask(context: AgentContext, text: str = "hi") -> str:
@@ -21,6 +22,11 @@ async def ask(context: AgentContext, text: str = "hi") -> str:
 async def answer(task_input: Any, context: AgentContext) -> str:
     """An agent of one call."""
     return await ask(context)
+
+
+def as_tasks(function: Callable[..., Any]) -> TaskPerAttempt:
+    """Runs an async agent, which gets the task's input and its context."""
+    return TaskPerAttempt(Agent("test:agent", function, wants_context=True, is_async=True))
 
 
 ASK = """

@@ -19,9 +19,7 @@ from agl_core.client.agent import agent_environment, client_variables
 from agl_core.client.processes import CommandPerAttempt
 from agl_core.errors import AgentError
 from agl_core.learning.transitions import build_episode
-from agl_core.testing import episodes as make
-from agl_core.types import Ending, Episode, Source, Task
-from agl_core.wire import LeaseRequest
+from agl_core.types import Ending, Episode, Source
 from agl_server.health.rollouts import health_of
 from agl_server.testing import until
 
@@ -41,16 +39,11 @@ ask()
 """
 
 
-async def run(workplace: Any, tmp_path: Path, code: str, task: Any = None) -> Any:
-    """Run a program that makes a call without agl and then does this; its rollout and attempt."""
-    return (await run_each(workplace, tmp_path, code, [task]))[0]
-
-
-async def run_each(workplace: Any, tmp_path: Path, code: str, tasks: list[Any]) -> Any:
-    """The same for several tasks, by their numbers."""
+async def run(workplace: Any, tmp_path: Path, code: str, *tasks: Any) -> Any:
+    """Run a program that makes a call without agl and then does this; each task's rollout and attempt."""
     (tmp_path / "program.py").write_text(PROGRAM + code)
     runner = CommandPerAttempt([sys.executable, "-S", "program.py"], tmp_path)  # Without `site`, agl does not attach.
-    return await workplace.finish(workplace.start_runner(runner), tasks)
+    return await workplace.run(runner, list(tasks))
 
 
 PRINTED = (
@@ -68,32 +61,22 @@ async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path
     code = "for text in open(f'{os.path.dirname(__file__)}/{task}.json'): print(json.loads(text))"
     for number, (texts, _) in enumerate(PRINTED):
         (tmp_path / f"{number}.json").write_text("\n".join(map(json.dumps, texts)))
-    ended = await run_each(workplace, tmp_path, code, list(range(len(PRINTED))))
-    for number, (_, result) in enumerate(PRINTED):
-        rollout, attempt = ended[number]
+    ended = await run(workplace, tmp_path, code, *range(len(PRINTED)))
+    for (_, result), (rollout, attempt) in zip(PRINTED, ended, strict=True):
         assert (rollout.ending, attempt.result) == (Ending.FINISHED, result)
         assert not await workplace.stack.store.rewards([attempt.key])
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
 
 
 @pytest.mark.parametrize("workplace", [{"timeout": 250.0}], indirect=True)
-@pytest.mark.parametrize(
-    ("printed", "end"),
-    [
-        ("'x' * (9 << 20) + 'the end'", "xxxthe end"),
-        ("'\\x01' * (8 << 20) + 'the end'", "\x01\x01the end"),
-        ("'ä' * (6 << 20) + 'the end'", "ääthe end"),
-    ],
-    ids=["plain", "escaped", "wide"],
-)
-async def test_of_more_than_a_result_may_have_the_end_is_kept(
-    workplace: Any, tmp_path: Path, printed: str, end: str
-) -> None:
-    rollout, attempt = await run(workplace, tmp_path, f"print({printed})")
-    assert (rollout.ending, attempt.attempt) == (Ending.FINISHED, 0)
-    assert attempt.result.endswith(end)
-    assert attempt.result.startswith("(of its output, ")
-    assert 1 << 20 < len(attempt.result) < (1 << 20) + 100
+async def test_of_more_than_a_result_may_have_the_end_is_kept(workplace: Any, tmp_path: Path) -> None:
+    printed = [("x", 9 << 20), ("\x01", 8 << 20), ("ä", 6 << 20)]  # Plain, escaped in JSON, and wide.
+    ended = await run(workplace, tmp_path, "print(task[0] * task[1] + 'the end')", *map(list, printed))
+    for (character, _), (rollout, attempt) in zip(printed, ended, strict=True):
+        assert (rollout.ending, attempt.attempt) == (Ending.FINISHED, 0)
+        assert attempt.result.startswith("(of its output, ")
+        assert attempt.result.endswith(f"{2 * character}the end")
+        assert 1 << 20 < len(attempt.result) < (1 << 20) + 100
 
 
 async def test_its_environment_names_the_attempt_to_every_client(
@@ -109,7 +92,7 @@ async def test_its_environment_names_the_attempt_to_every_client(
     second = "'ANTHROPIC_AUTH_TOKEN' in os.environ"
     code = f"print(json.dumps([os.environ[name] for name in {names}] + [os.getcwd(), {second}]))"
     with agent_environment(client_variables(workplace.stack.server.base_url)):
-        _, attempt = await run(workplace, tmp_path, code, {"question": "wie groß?"})
+        [(_, attempt)] = await run(workplace, tmp_path, code, {"question": "wie groß?"})
     assert "ANTHROPIC_AUTH_TOKEN" in os.environ
     url, key = workplace.stack.url(attempt.key), workplace.stack.server.keys.of_attempt(attempt.key)
     *environment, task, rollout, number, folder, has_second_key = attempt.result
@@ -130,8 +113,8 @@ subprocess.run([sys.executable, "-S", "-c", tool, f"/proc/{os.getpid()}/fd/1"], 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says who wrote")
 async def test_what_its_subprocesses_print_is_no_result_of_it(workplace: Any, tmp_path: Path) -> None:
-    ended = await run_each(workplace, tmp_path, FLOODING, ["opened", "inherited"])
-    assert [attempt.result for _, attempt in ended.values()] == [0.1, 0.1]
+    ended = await run(workplace, tmp_path, FLOODING, "opened", "inherited")
+    assert [attempt.result for _, attempt in ended] == [0.1, 0.1]
 
 
 async def test_a_script_that_prints_nothing_itself_gives_what_its_program_prints(
@@ -139,8 +122,7 @@ async def test_a_script_that_prints_nothing_itself_gives_what_its_program_prints
 ) -> None:
     (tmp_path / "program.py").write_text(f"{PROGRAM}print(7)")
     (tmp_path / "run.sh").write_text(f'{sys.executable} -S "$1"\nexit $?\n')
-    runner = CommandPerAttempt(["sh", "run.sh", "./program.py"], tmp_path)
-    _, attempt = (await workplace.finish(workplace.start_runner(runner), [None]))[0]
+    [(_, attempt)] = await workplace.run(CommandPerAttempt(["sh", "run.sh", "./program.py"], tmp_path), [None])
     assert attempt.result == 7, attempt.error
 
 
@@ -151,20 +133,16 @@ async def test_it_works_in_an_empty_folder_of_its_own_that_is_removed(workplace:
     (tmp_path / "shop" / "__main__.py").write_text(
         f"{PROGRAM}print(json.dumps([os.getcwd(), os.listdir(), sys.argv[1:]]))\nopen('left', 'w').close()"
     )
-    folders = []
+    folders = set()
     for name, command in (("file", ["shop/__main__.py"]), ("module", ["-m", "shop"]), ("folder", ["./shop"])):
         runner = CommandPerAttempt([sys.executable, "-S", *command, "tasks.jsonl", "shop", ""], tmp_path)
-        worker = workplace.start_runner(runner)
-        await workplace.stack.server.queue.enqueue([make.rollout(name, task=Task("t", None))])
-        await workplace.stack.server.queue.done([name])
-        await worker.stop()
-        [attempt] = await workplace.stack.store.attempts(name)
-        assert attempt.ending is Ending.FINISHED, attempt.error
-        folder, listed, arguments = attempt.result
+        ended = await runner.run(await workplace.lease(id=name), workplace.stack.server.base_url, Recording())
+        await runner.close()
+        folder, listed, arguments = ended.result
         assert (listed, arguments) == ([], [str(tmp_path / "tasks.jsonl"), "shop", ""])
-        folders.append(folder)
+        folders.add(folder)
     await until(lambda: not any(map(os.path.exists, folders)))
-    assert len(set(folders)) == 3
+    assert len(folders) == 3
 
 
 ACTS = (
@@ -212,13 +190,12 @@ folder = os.environ["AGL_REPORTS"]
 os.chdir(folder)
 exec(task)
 """
-    written = [f"open('x.jsonl', 'w').write({line!r})" for line in ODD]
+    written = "\n".join(f"open('{number}.jsonl', 'w').write({line!r})" for number, line in enumerate(ODD))
     # Its own folder, deeper than Python calls.
     deep = f"os.chdir({str(Path('..') / 'work')!r})\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
-    actions = [*ACTS, *written, deep]
-    ended = await run_each(workplace, tmp_path, code, actions)
-    for number, action in enumerate(actions):
-        rollout, attempt = ended[number]
+    actions = [*ACTS, written, deep]
+    ended = await run(workplace, tmp_path, code, *actions)
+    for action, (rollout, attempt) in zip(actions, ended, strict=True):
         what = (rollout.ending, attempt.attempt, attempt.result)
         assert what == (Ending.FINISHED, 0, "the result"), (action[:80], attempt.error)
     problems = workplace.workers[0].worker.problems
@@ -230,18 +207,16 @@ exec(task)
     assert not list(folders.iterdir())
 
 
-async def test_another_status_than_0_is_a_crash_with_the_end_of_its_stderr(workplace: Any, tmp_path: Path) -> None:
+async def test_another_status_than_0_and_a_task_that_no_environment_can_hold_are_crashes_that_say_so(
+    workplace: Any, tmp_path: Path
+) -> None:
     code = "print('noise ' * 10_000, file=sys.stderr)\nprint('7')\nraise ValueError('no such city')"
-    rollout, attempt = await run(workplace, tmp_path, code)
+    [(rollout, failed), (_, large)] = await run(workplace, tmp_path, code, None, "x" * 200_000)
     assert rollout.ending is Ending.CRASHED
-    assert attempt.error.startswith("the command exited with status 1; the end of its stderr: ")
-    assert attempt.error.endswith("ValueError: no such city")
-    assert len(attempt.error) < 2200
-
-
-async def test_a_task_that_no_environment_can_hold_is_a_crash_that_says_so(workplace: Any, tmp_path: Path) -> None:
-    _, attempt = await run(workplace, tmp_path, "print(1)", "x" * 200_000)
-    assert "the command could not be run" in attempt.error
+    assert failed.error.startswith("the command exited with status 1; the end of its stderr: ")
+    assert failed.error.endswith("ValueError: no such city")
+    assert len(failed.error) < 2200
+    assert "the command could not be run" in large.error
 
 
 def test_a_program_that_is_not_there_is_an_error_before_anything_starts(tmp_path: Path) -> None:
@@ -283,11 +258,11 @@ PLUGIN = """
 
 
 async def run_seen(
-    workplace: Any, folder: Path, code: str, *arguments: str, **options: Any
+    workplace: Any, folder: Path, code: str, *arguments: str, plugins: Any = ()
 ) -> tuple[Any, Any, Episode]:
     (folder / "program.py").write_text(textwrap.dedent(code))
-    runner = CommandPerAttempt([sys.executable, "program.py", *arguments], folder, **options)
-    rollout, attempt = (await workplace.finish(workplace.start_runner(runner), ["Bern?"]))[0]
+    runner = CommandPerAttempt([sys.executable, "program.py", *arguments], folder, plugins=plugins)
+    [(rollout, attempt)] = await workplace.run(runner, ["Bern?"])
     store = workplace.stack.store
     calls, tool_results = await store.calls([attempt.key]), await store.tool_results([attempt.key])
     return rollout, attempt, build_episode(rollout, attempt, calls, tool_results, await store.rewards([attempt.key]))
@@ -351,11 +326,8 @@ async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, t
     time.sleep(60)
 """
     (tmp_path / "program.py").write_text(textwrap.dedent(code))
-    server, recording = workplace.stack.server, Recording()
-    await server.queue.enqueue([make.rollout("w0")])
-    [lease] = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
-    runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path)
-    running = asyncio.create_task(runner.run(lease.assignment, server.base_url, recording))
+    runner, recording = CommandPerAttempt([sys.executable, "program.py"], tmp_path), Recording()
+    running = asyncio.create_task(runner.run(await workplace.lease(), workplace.stack.server.base_url, recording))
     await until(flag.exists)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -367,26 +339,18 @@ async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, t
     await runner.close()
 
 
-@pytest.mark.parametrize(("attached", "agent"), [(True, "mine"), (False, None)])
-async def test_adapters_of_the_users_plugin_files(
-    attached: bool, agent: str | None, workplace: Any, tmp_path: Path
+@pytest.mark.parametrize("installed", [False, True])
+async def test_adapters_of_the_users_plugin_files_and_those_that_only_the_commands_python_has(
+    installed: bool, workplace: Any, tmp_path: Path
 ) -> None:
+    """Packages name their frameworks in their metadata, so that they attach before the framework is used."""
     (tmp_path / "my_framework.py").touch()
     (tmp_path / "my_plugin.py").write_text(textwrap.dedent(PLUGIN))
-    code = f"{ASK}\n    import my_framework\n    ask()\n"
-    plugins = [tmp_path / "my_plugin.py"] if attached else None
-    _, attempt, episode = await run_seen(workplace, tmp_path, code, plugins=plugins)
-    assert [t.agent for t in episode.transitions] == [agent], attempt.error
-
-
-async def test_adapters_that_only_the_commands_python_has(workplace: Any, tmp_path: Path) -> None:
-    """They name their frameworks in the metadata of their package, so that they attach before the framework is used."""
-    info = tmp_path / "mine-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[agl]\nmine = my_plugin\n[agl.frameworks]\nmy_framework = my_plugin\n")
-    (tmp_path / "my_plugin.py").write_text(textwrap.dedent(PLUGIN))
-    (tmp_path / "my_framework.py").touch()
+    if installed:
+        (info := tmp_path / "mine-1.0.dist-info").mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[agl]\nmine = my_plugin\n[agl.frameworks]\nmy_framework = my_plugin\n")
     code = f"{ASK}\n    import sys, my_framework\n    assert 'my_plugin' in sys.modules\n    ask()\n"
-    _, attempt, episode = await run_seen(workplace, tmp_path, code)
+    plugins = [] if installed else [tmp_path / "my_plugin.py"]
+    _, attempt, episode = await run_seen(workplace, tmp_path, code, plugins=plugins)
     assert [t.agent for t in episode.transitions] == ["mine"], attempt.error

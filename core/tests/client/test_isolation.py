@@ -17,6 +17,7 @@ import pytest
 from running_servers import run_worker
 
 from agl_core.capture import Recording
+from agl_core.client import processes as processes_module
 from agl_core.client.local import choose_runner, workers_beside
 from agl_core.client.processes import ProcessPerAttempt
 from agl_core.config.models import AgentSection, UntrainedConfig, WorkerSection
@@ -24,7 +25,7 @@ from agl_core.errors import AgentError
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import Ending, Task, ToolStatus
-from agl_core.wire import OPERATOR_KEY, WORKER_KEY, LeaseRequest
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY
 from agl_server.testing import running_stack, until
 
 HERE = Path(__file__).parent
@@ -61,12 +62,6 @@ def children() -> list[psutil.Process]:
     return living
 
 
-async def run(workplace: Any, tasks: list[Any], runner: Any = None) -> list[Any]:
-    """Run these tasks; the rollout and the attempt of each."""
-    ended = await workplace.finish(workplace.start_runner(runner or processes(workplace)), tasks)
-    return [ended[i] for i in range(len(tasks))]
-
-
 def noted(pids: Path) -> list[int]:
     return [int(line) for line in pids.read_text().split()] if pids.exists() else []
 
@@ -85,7 +80,7 @@ async def test_each_attempt_has_a_process_an_empty_folder_a_state_and_randomness
     keys = (WORKER_KEY, OPERATOR_KEY, "JUDGE_API_KEY")
     for name in keys:
         monkeypatch.setenv(name, "not for agents")
-    ended = await run(workplace, [{"does": "tell"}] * 4, processes(workplace, secrets=keys))
+    ended = await workplace.run(processes(workplace, secrets=keys), [{"does": "tell"}] * 4)
     results = [attempt.result for _, attempt in ended]
     assert {rollout.ending for rollout, _ in ended} == {Ending.FINISHED}
     assert len({result["pid"] for result in results} | {os.getpid()}) == 5
@@ -96,12 +91,6 @@ async def test_each_attempt_has_a_process_an_empty_folder_a_state_and_randomness
     folders = {result["folder"] for result in results}
     assert (len(folders), [result["files"] for result in results]) == (4, [[]] * 4)
     await until(lambda: not any(map(os.path.exists, folders)))
-
-
-async def test_async_agents_can_have_processes_too(workplace: Any) -> None:
-    [(rollout, attempt)] = await run(workplace, [{"does": "x"}], processes(workplace, "isolated_agents:solve_async"))
-    assert rollout.ending is Ending.FINISHED
-    assert attempt.result != os.getpid()
 
 
 CRASHES = {
@@ -117,7 +106,7 @@ CRASHES = {
 async def test_a_crash_is_data_reports_arrive_before_it_and_others_go_on(workplace: Any) -> None:
     tasks = [{"does": does, **({"mib": 1024} if does == "allocate" else {})} for does in CRASHES]
     runner = processes(workplace, memory=2**29)
-    ended = await run(workplace, [*tasks, {"does": "report"}, {"does": "allocate", "mib": 8}], runner)
+    ended = await workplace.run(runner, [*tasks, {"does": "report"}, {"does": "allocate", "mib": 8}])
     assert [rollout.ending for rollout, _ in ended] == [Ending.CRASHED] * len(CRASHES) + [Ending.FINISHED] * 2
     for error, (_, attempt) in zip(CRASHES.values(), ended, strict=False):
         assert error in attempt.error
@@ -135,7 +124,8 @@ async def test_when_time_is_up_an_agent_ends_with_all_that_it_started_and_others
 ) -> None:
     files = {then: Path(f"{pids}-{then}") for then in ("return", "sleep", "ignore SIGTERM")}
     families = [{"does": "start_family", "file": str(file), "then": then} for then, file in files.items()]
-    ended = await run(workplace, [*families, {"does": "spin"}, {"does": "spin"}, {"does": "tell"}])
+    tasks = [*families, {"does": "spin"}, {"does": "spin"}, {"does": "tell"}]
+    ended = await workplace.run(processes(workplace), tasks)
     expected = [Ending.FINISHED, *[Ending.TIMED_OUT] * 4, Ending.FINISHED]
     assert [rollout.ending for rollout, _ in ended] == expected
     for file in files.values():
@@ -155,8 +145,8 @@ async def test_an_agent_that_starts_threads_at_import_is_imported_for_each_attem
         "    return threading.active_count()\n"
     )
     with caplog.at_level(logging.WARNING):
-        ended = await run(workplace, [1, 2], processes(workplace, "threaded_agent:solve", tmp_path))
-    assert [attempt.result for _, attempt in ended] == [2, 2]  # In a fork, the thread would not be there.
+        [(_, attempt)] = await workplace.run(processes(workplace, "threaded_agent:solve", tmp_path), [1])
+    assert attempt.result == 2, "in a fork, the thread would not be there"
     assert "threaded_agent:solve starts threads" in caplog.text
 
 
@@ -172,19 +162,19 @@ async def test_native_threads_of_a_library_are_no_reason_to_import_anew_nor_to_w
         "    return os.getpid() != imported_in\n"
     )
     (tmp_path / "beside_it.py").touch()
-    ended = await run(workplace, [1, 2], processes(workplace, "native_agent:solve", tmp_path))
-    assert [attempt.result for _, attempt in ended] == [True, True]
+    [(_, attempt)] = await workplace.run(processes(workplace, "native_agent:solve", tmp_path), [1])
+    assert attempt.result is True
     assert "Warning" not in capfd.readouterr().err  # Python has one for this from 3.12 on.
 
 
 async def test_no_process_imports_anew_what_clients_import_at_their_first_call(workplace: Any, tmp_path: Path) -> None:
-    """Nor does it read the certificates that a client of its own needs."""
+    """Nor does it read the certificates that a client of its own needs; agents in processes may be async, too."""
     (tmp_path / "usual_agent.py").write_text(
         "import ssl, sys, anthropic, openai\n"
         "contexts, create = [], ssl.create_default_context\n"
         "ssl.create_default_context = lambda **kwargs: contexts.append(create(**kwargs)) or contexts[-1]\n"
         "clients = openai.OpenAI(), anthropic.Anthropic()\n"
-        "def solve(task):\n"
+        "async def solve(task):\n"
         "    contexts.clear()\n"
         "    openai.OpenAI().close()\n"
         "    before, call = set(sys.modules), {'model': 'm', 'messages': [{'role': 'user', 'content': 'hi'}]}\n"
@@ -193,7 +183,7 @@ async def test_no_process_imports_anew_what_clients_import_at_their_first_call(w
         "    new = [name for name in set(sys.modules) - before if not name.startswith('opentelemetry')]\n"
         "    return [*new, *map(str, contexts)]\n"
     )
-    [(_, attempt)] = await run(workplace, [1], processes(workplace, "usual_agent:solve", tmp_path))
+    [(_, attempt)] = await workplace.run(processes(workplace, "usual_agent:solve", tmp_path), [1])
     assert attempt.result == [], attempt.error
 
 
@@ -205,7 +195,7 @@ async def test_an_agent_that_cannot_be_imported_is_an_error_at_the_start(workpla
 
 @pytest.mark.parametrize("workplace", [{"attempts": 2}], indirect=True)
 async def test_when_what_starts_processes_is_killed_its_attempts_are_tried_again(pids: Path, workplace: Any) -> None:
-    others, worker = children(), workplace.start_runner(processes(workplace))
+    others, worker = children(), workplace.start(processes(workplace))
     task = {"does": "start_family", "file": str(pids), "then": "sleep"}
     running = asyncio.create_task(workplace.finish(worker, [task, {"does": "tell"}]))
     await until(lambda: len(noted(pids)) == 3)
@@ -223,20 +213,19 @@ async def test_a_tool_that_stops_what_starts_processes_holds_nothing_up(
 ) -> None:
     monkeypatch.setattr("agl_core.processes._PING_EVERY", 0.1)
     monkeypatch.setattr("agl_core.processes._ANSWER_TIMEOUT", 1.0 if again else 60.0)
-    ended = await run(workplace, [{"does": "stop_forker", "again": again}, {"does": "tell"}])
+    ended = await workplace.run(processes(workplace), [{"does": "stop_forker", "again": again}, {"does": "tell"}])
     assert [rollout.ending for rollout, _ in ended] == [Ending.FINISHED] * 2
     attempts = await workplace.stack.store.attempts("w0")
     assert [attempt.ending for attempt in attempts] == [*([Ending.LOST] if again else []), Ending.FINISHED]
 
 
 async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_cancelled(
-    workplace: Any, tmp_path: Path
+    workplace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, file, runner, others = workplace.stack.server, tmp_path / "told", processes(workplace), children()
-    task = Task("t", {"does": "end_when_told", "file": str(file)})
-    await server.queue.enqueue([make.rollout("w0", task=task)])
-    [lease] = (await server.queue.lease(LeaseRequest(worker="w", capacity=1))).leases
-    running = asyncio.create_task(runner.run(lease.assignment, server.base_url, Recording()))
+    monkeypatch.setattr(processes_module, "EXIT_GRACE", 0.1)
+    file, runner, others = tmp_path / "told", processes(workplace), children()
+    assignment = await workplace.lease({"does": "end_when_told", "file": str(file)})
+    running = asyncio.create_task(runner.run(assignment, workplace.stack.server.base_url, Recording()))
     await until(lambda: file.exists() and file.read_text() == "running")
     file.write_text("end")
     await until(lambda: file.read_text() == "deaf")
@@ -248,12 +237,13 @@ async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_can
 
 
 @pytest.mark.parametrize("workplace", [{"lease": 2.0, "attempts": 2}], indirect=True)
-@pytest.mark.parametrize("number", [None, signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_workers_beside_the_trainer_are_processes_that_nothing_ends_for_good(
     workplace: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: Any
 ) -> None:
     """They have no key but those of their attempts, and what they log is logged here."""
     monkeypatch.setenv("WANDB_API_KEY", "not for agents")
+    monkeypatch.setattr("agl_core.client.local._RESTART_DELAY", 0.1)
     config = UntrainedConfig(
         config_version=1,
         folder=HERE,
@@ -268,18 +258,16 @@ async def test_workers_beside_the_trainer_are_processes_that_nothing_ends_for_go
     finishing = asyncio.create_task(workplace.finish(workers, [str(file)] * 2))
     await until(lambda: len(noted(file)) == 2)
     first = noted(file)
-    if number is not None:
-        for pid in first:
-            os.kill(pid, number)
+    for pid in first:
+        os.kill(pid, number)
     file.with_name("go").touch()
     ended = await finishing
-    assert [rollout.ending for rollout, _ in ended.values()] == [Ending.FINISHED] * 2
-    pids = {attempt.result["pid"] for _, attempt in ended.values()}
+    assert [rollout.ending for rollout, _ in ended] == [Ending.FINISHED] * 2
+    pids = {attempt.result["pid"] for _, attempt in ended}
     was_killed = number == signal.SIGKILL
     assert len({*first, os.getpid()}) == 3
     assert pids.isdisjoint(first) if was_killed else pids == {*first}
-    assert [attempt.result["keys"] for _, attempt in ended.values()] == [[]] * 2
-    assert {attempt.attempt for _, attempt in ended.values()} == {int(was_killed)}
+    assert [(attempt.result["keys"], attempt.attempt) for _, attempt in ended] == [([], int(was_killed))] * 2
     assert {f"{pid} met" for pid in first} <= set(caplog.messages)
     assert not any(map(is_alive, pids))
 

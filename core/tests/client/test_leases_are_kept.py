@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agl_core.client.agent import Agent, AgentContext, TaskPerAttempt
+from agl_core.client.agent import AgentContext
 from agl_core.client.worker import LightningClient, UnreachableError, Worker
 from agl_core.errors import ServerError
 from agl_core.testing import episodes as make
@@ -20,7 +20,7 @@ from agl_core.types import Ending
 from agl_core.wire import CLOSE, Answer, Asked, HeartbeatRequest, Lease, LeaseReply, Operation
 from agl_server.testing import until
 
-from .road import Road, answer, ask
+from .road import Road, answer, as_tasks, ask
 
 LEASED = pytest.mark.parametrize("workplace", [{"lease": 2.0, "attempts": 3}], indirect=True)
 
@@ -34,8 +34,7 @@ async def working(
     road = Road(server.base_url)
     await road.open()
     async with kind(road.url, options.pop("key", server.worker_key)) as client:
-        runner = TaskPerAttempt(Agent("test:agent", agent, wants_context=True, is_async=True))
-        worker = Worker(client, runner, concurrency=4, **options)
+        worker = Worker(client, as_tasks(agent), concurrency=4, **options)
         task = asyncio.create_task(worker.run())
         try:
             yield worker, road, task
@@ -53,7 +52,7 @@ async def test_an_agent_that_blocks_the_loop_loses_no_lease(workplace: Any) -> N
         time.sleep(4)  # noqa: ASYNC251
         return context.attempt
 
-    [(rollout, attempt)] = (await workplace.run(agent, [0])).values()
+    [(rollout, attempt)] = await workplace.run(agent, [0])
     assert (rollout.ending, attempt.result) == (Ending.FINISHED, 0)
 
 

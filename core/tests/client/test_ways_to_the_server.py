@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from agl_core.cli.worker import ServerAddress, find_server, is_over
-from agl_core.client.agent import Agent, TaskPerAttempt, agent_environment, client_variables
+from agl_core.client.agent import agent_environment, client_variables
 from agl_core.client.processes import CommandPerAttempt, ProcessPerAttempt
 from agl_core.client.worker import LightningClient
 from agl_core.errors import ConfigError, ServerError
@@ -22,7 +22,7 @@ from agl_core.types import Ending
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY, take_keys
 from agl_server.http.keys import Keys
 
-from .road import ASK, answer
+from .road import ASK, answer, as_tasks
 
 
 @pytest.fixture
@@ -137,14 +137,13 @@ async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) 
     with agent_environment(client_variables(root)):
         if way == "task":
             # Named for the attempt, as nothing is attached here that stamps requests.
-            runner: Any = TaskPerAttempt(Agent("test:agent", answer, wants_context=True, is_async=True))
+            runner: Any = as_tasks(answer)
         elif way == "process":
             runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url=root)
         else:
             (tmp_path / "program.py").write_text(textwrap.dedent(f"{ASK}\n    ask()"))
             runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path, plugins=None)
-        ended = await workplace.finish(workplace.start_runner(runner), [{"does": "tell"}])
-    rollout, attempt = ended[0]
+        [(rollout, attempt)] = await workplace.run(runner, [{"does": "tell"}])
     assert (rollout.ending, attempt.error) == (Ending.FINISHED, None)
     assert len(await workplace.stack.store.calls([attempt.key])) == 1
 

@@ -16,7 +16,7 @@ import pytest
 
 from agl_core.capture import Recording, record_tool_result, reward
 from agl_core.client import agent as agent_module
-from agl_core.client.agent import Agent, AgentContext, AttemptEnd, TaskPerAttempt, closing, crashed
+from agl_core.client.agent import AgentContext, AttemptEnd, TaskPerAttempt, closing, crashed
 from agl_core.client.local import choose_runner
 from agl_core.client.processes import CommandPerAttempt, ProcessPerAttempt
 from agl_core.client.worker import LightningClient, RefusedError, Runner
@@ -37,7 +37,9 @@ from agl_core.wire import (
 )
 from agl_server.testing import until
 
-from .road import ask
+from .road import as_tasks, ask
+
+HERE = Path(__file__).parent
 
 QUICK = pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
 
@@ -58,7 +60,7 @@ async def test_whatever_an_agent_does_ends_its_attempt_with_a_type_and_is_not_tr
         **dict.fromkeys(results, (Ending.CRASHED, "the agent returned")),
     }
     ended = await workplace.run(agent, list(expected))
-    for (ending, error), (rollout, attempt) in zip(expected.values(), ended.values(), strict=True):
+    for (ending, error), (rollout, attempt) in zip(expected.values(), ended, strict=True):
         assert (rollout.ending, attempt.attempt) == (ending, 0)
         assert error in attempt.error
     assert "context.base_url" in ended[1][1].error, "the other way out of it"
@@ -113,7 +115,7 @@ async def test_rewards_and_tool_results_come_with_the_attempt_that_reported_them
         return task_input / 2
 
     ended = await workplace.run(agent, [1.0, 2.0, 3.0])
-    for i, (_, attempt) in ended.items():
+    for i, (_, attempt) in enumerate(ended):
         rewards = await workplace.stack.store.rewards([attempt.key])
         assert [(r.name, r.value, r.source) for r in rewards] == [("style", i + 1.0, "agent")]
         [tool_result] = await workplace.stack.store.tool_results([attempt.key])
@@ -151,9 +153,7 @@ async def test_an_agent_that_has_ended_is_not_cancelled_any_more() -> None:
     assignment = Assignment(
         rollout="w0", attempt=0, task_id="t", task_input=None, task_split="train", mode=Mode.TRAIN, path="", key=""
     )
-    running = asyncio.create_task(
-        TaskPerAttempt(Agent("test:agent", agent, True, True)).run(assignment, "", Recording())
-    )
+    running = asyncio.create_task(as_tasks(agent).run(assignment, "", Recording()))
     await ended.wait()
     running.cancel()
     assert await running == AttemptEnd(Ending.FINISHED, "done")
@@ -162,41 +162,18 @@ async def test_an_agent_that_has_ended_is_not_cancelled_any_more() -> None:
 # Attempts run as tasks or in processes; an agent for which that is the wrong place is named.
 
 
-AGENTS = """
-import os, time
-from pathlib import Path
-import openai
-
-async def solve(task, context):
-    async with openai.AsyncOpenAI(base_url=context.base_url, api_key=context.api_key) as client:
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    while task and not Path(task).exists():
-        time.sleep(0.02)
-    return os.getpid()
-
-def solve_slowly(task):
-    pass
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "some_agents.py").write_text(AGENTS)
-    return tmp_path
-
-
 @pytest.mark.parametrize("is_busy", [False, True], ids=["it blocks", "the machine is busy"])
 async def test_an_agent_that_blocks_the_event_loop_is_told_once_with_what_to_set(
-    workplace: Any, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+    workplace: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_busy: bool
 ) -> None:
-    flag = folder / "go on"
+    flag = tmp_path / "go on"
     monkeypatch.setattr(agent_module, "_MAX_BLOCKED", 0.2)
     if is_busy:  # All time that passes, others had the CPU.
         monkeypatch.setattr(agent_module, "_seconds_without_cpu", time.monotonic)
-    config = UntrainedConfig(config_version=1, folder=folder, agent=AgentSection(entry="some_agents:solve"))
+    config = UntrainedConfig(config_version=1, folder=HERE, agent=AgentSection(entry="isolated_agents:block"))
     runner = choose_runner(config, Plugins(), workplace.stack.server.base_url)
     with caplog.at_level(logging.WARNING):
-        worker = workplace.start_runner(runner, concurrency=1)
+        worker = workplace.start(runner, concurrency=1)
         finishing = asyncio.create_task(workplace.finish(worker, [str(flag), ""]))
         await asyncio.sleep(1)
         flag.touch()
@@ -204,8 +181,8 @@ async def test_an_agent_that_blocks_the_event_loop_is_told_once_with_what_to_set
         if not is_busy:
             await until(lambda: "blocked the worker's event loop" in caplog.text)
 
-    assert [rollout.ending for rollout, _ in ended.values()] == [Ending.FINISHED] * 2
-    assert [attempt.result for _, attempt in ended.values()] == [os.getpid()] * 2, "nothing moves by itself"
+    assert [rollout.ending for rollout, _ in ended] == [Ending.FINISHED] * 2
+    assert [attempt.result for _, attempt in ended] == [os.getpid()] * 2, "nothing moves by itself"
     warnings = [message for message in caplog.messages if "blocked the worker's event loop" in message]
     assert ["set [workers] isolation = 'process'" in warning for warning in warnings] == [True] * (not is_busy)
 
@@ -213,18 +190,16 @@ async def test_an_agent_that_blocks_the_event_loop_is_told_once_with_what_to_set
 @pytest.mark.parametrize(
     ("agent", "workers", "runner"),
     [
-        ({"entry": "some_agents:solve"}, {}, TaskPerAttempt),
-        ({"entry": "some_agents:solve"}, {"isolation": "process"}, ProcessPerAttempt),
-        ({"entry": "some_agents:solve"}, {"memory_mib": 512}, ProcessPerAttempt),
-        ({"entry": "some_agents:solve_slowly"}, {}, ProcessPerAttempt),
+        ({"entry": "isolated_agents:block"}, {}, TaskPerAttempt),
+        ({"entry": "isolated_agents:block"}, {"isolation": "process"}, ProcessPerAttempt),
+        ({"entry": "isolated_agents:block"}, {"memory_mib": 512}, ProcessPerAttempt),
+        ({"entry": "isolated_agents:solve"}, {}, ProcessPerAttempt),
         ({"command": "python agent.py"}, {}, CommandPerAttempt),
     ],
 )
-def test_only_async_agents_without_a_limit_of_memory_are_tasks(
-    folder: Path, agent: Any, workers: Any, runner: type[Runner]
-) -> None:
+def test_only_async_agents_without_a_limit_of_memory_are_tasks(agent: Any, workers: Any, runner: type[Runner]) -> None:
     sections = {"agent": AgentSection(**agent), "workers": WorkerSection(**workers)}
-    config = UntrainedConfig(config_version=1, folder=folder, **sections)
+    config = UntrainedConfig(config_version=1, folder=HERE, **sections)
     assert type(choose_runner(config, Plugins(), "http://127.0.0.1:9")) is runner
 
 
@@ -267,9 +242,9 @@ async def test_a_result_that_is_too_large_or_too_deep_is_a_crash_that_names_the_
         }[task_input]
 
     ended = await workplace.run(agent, ["large", "many", "deep", "deeper", "no JSON", "most", "half a surrogate pair"])
-    assert [rollout.ending for rollout, _ in ended.values()] == [*[Ending.CRASHED] * 5, *[Ending.FINISHED] * 2]
-    assert {attempt.attempt for _, attempt in ended.values()} == {0}, "none was tried again"
-    large, many, deep, deeper, no_json, most, half = (attempt for _, attempt in ended.values())
+    assert [rollout.ending for rollout, _ in ended] == [*[Ending.CRASHED] * 5, *[Ending.FINISHED] * 2]
+    assert {attempt.attempt for _, attempt in ended} == {0}, "none was tried again"
+    large, many, deep, deeper, no_json, most, half = (attempt for _, attempt in ended)
     assert f"{(9 << 20) + 2} bytes of JSON, and {MAX_RESULT} are the limit" in large.error
     assert f"{MAX_VALUES // 2 + 1} JSON values, and {MAX_VALUES // 2} are the limit" in many.error
     assert f"nested 210 deep, and {MAX_DEPTH} is the limit" in deep.error
@@ -329,17 +304,16 @@ def test_the_largest_of_many_tool_results_are_cut() -> None:
 
 
 def test_what_has_no_room_at_all_is_left_out_and_counted_as_a_problem() -> None:
-    recording = recording_of(
-        *(make.tool_result(f"{number} {'n' * 2000}", result="x" * 1000) for number in range(4_500))
+    names = dict.fromkeys(
+        ("tool_call_id", "tool", "agent", "span", "parent_span", "adapter", "status_rule"), "n" * 2000
     )
-    for number in range(4_500):
-        recording.reward(RewardReport(name=f"{number} {'n' * 2000}", value=1))
+    recording = recording_of(*(make.tool_result(str(number), **names) for number in range(1_500)))
+    for number in range(1_500):
+        recording.reward(RewardReport(name=str(number), value=1))
     request = as_the_server_reads(closing(AttemptEnd(Ending.FINISHED, 1.0), recording))
-    for kept in (request.tool_results, request.rewards):
-        assert 1000 < len(kept) < 4_500
-        assert [(getattr(report, "id", None) or report.name).partition(" ")[0] for report in kept] == [
-            str(number) for number in range(len(kept))
-        ]
+    kept = [str(number) for number in range(len(request.rewards))]
+    assert 300 < len(kept) < 1_500
+    assert [report.id for report in request.tool_results] == [report.name for report in request.rewards] == kept
     assert any("only the first ones are kept" in problem for problem in recording.problems)
 
 
