@@ -8,18 +8,19 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from agl_core.capture import AttemptContext, Recording
+from agl_core.protocols import Adapter
 from agl_core.testing.scripts import Say
 from agl_core.testing.upstream import ScriptedUpstream
 from agl_core.types import Attempt, Rollout
-from agl_server.testing import Stack, running_stack
+from agl_server.testing import LeasedAttempt, Stack, attached_stack, running_stack
 
 Upstream = TypeVar("Upstream", bound=ScriptedUpstream)
 
@@ -30,6 +31,22 @@ def stack_in_thread() -> Iterator[tuple[Stack, BlockingPortal]]:
     stack = running_stack(upstream_fields=lambda _: {"models": {"default": "served", "other": "served-too"}})
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(stack) as running:
         yield running, portal
+
+
+def stack_fixture(*adapters: Adapter, **options: Any) -> Any:
+    """The fixture `stack`, a server for agents that only these adapters observe; for a name in your module."""
+
+    @pytest.fixture(name="stack")
+    async def attached() -> AsyncIterator[Stack]:
+        async with attached_stack(*adapters, **options) as running:
+            yield running
+
+    return attached
+
+
+@pytest.fixture(name="attempt")
+async def leased_attempt(stack: Stack) -> LeasedAttempt:
+    return await stack.attempt()
 
 
 async def run_worker(stack: Stack, rollout: Rollout, folder: Path, *arguments: str, **variables: str) -> Attempt:

@@ -4,7 +4,7 @@ without a server."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,26 +22,19 @@ from autogen_core.models import ModelInfo, UserMessage
 from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
 from autogen_core.tools import FunctionTool, StaticWorkbench, TextResultContent, ToolOverride, ToolResult
 from autogen_ext.models.openai import OpenAIChatCompletionClient
+from running_servers import leased_attempt, stack_fixture  # noqa: F401
 
 from agl_autogen import plugin, record
 from agl_core.capture import current_attempt, current_identity
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Fail, Say
-from agl_core.types import Ending, ToolStatus
-from agl_server.testing import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
+from agl_core.types import Ending
+from agl_server.testing import Stack, no_problems  # noqa: F401
 
 MODEL = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=True)
 
 
-@pytest.fixture
-async def stack() -> AsyncIterator[Stack]:
-    async with attached_stack(plugin.autogen_core, plugin.agentchat) as stack:
-        yield stack
-
-
-@pytest.fixture
-async def trial(stack: Stack) -> LeasedAttempt:
-    return await stack.attempt()
+a_stack = stack_fixture(plugin.autogen_core, plugin.agentchat)
 
 
 @pytest.fixture
@@ -49,24 +42,6 @@ def clients(stack: Stack) -> Callable[..., OpenAIChatCompletionClient]:
     """Makes clients with the server's URL alone: which attempt calls, its headers must tell."""
     options = {"model": "m", "model_info": MODEL, "base_url": stack.url(), "api_key": PLACEHOLDER_KEY, "max_retries": 0}
     return partial(OpenAIChatCompletionClient, **options)
-
-
-@pytest.fixture(params=["alone", "streaming in a team"])
-def run(request: pytest.FixtureRequest, stack: Any, clients: Any, trial: Any) -> Callable[..., Any]:
-    """Runs an agent whose model asks for the given tools; gives the tool results, all joined with its first call."""
-
-    async def run(*calls: tuple[str, Mapping[str, Any]], tools: Any = None, **options: Any) -> Sequence[Any]:
-        stack.upstream.script(CallTools(calls), Say("done"))
-        in_team = request.param != "alone"
-        agent = AssistantAgent("solver", clients(), tools=tools, model_client_stream=in_team, **options)
-        with trial.running():
-            await (RoundRobinGroupChat([agent], max_turns=1) if in_team else agent).run(task="hello")
-        episode = await trial.close()
-        assert episode.unjoined == ()
-        assert len(trial.tool_results) == len(episode.transitions[0].tool_results)
-        return episode.transitions[0].tool_results
-
-    return run
 
 
 def add(a: int, b: int) -> int:
@@ -83,29 +58,29 @@ def assistant(name: str, client: Any, **options: Any) -> AssistantAgent:
     return AssistantAgent(name, client, system_message=name, **options)
 
 
-async def test_the_selector_goes_by_autogens_name_for_it(stack: Any, clients: Any, trial: Any) -> None:
+async def test_the_selector_goes_by_autogens_name_for_it(stack: Any, clients: Any, attempt: Any) -> None:
     stack.upstream.script(Say("bob"), Say("I am bob."))
     client = clients()
-    with trial.running():
+    with attempt.running():
         team = SelectorGroupChat(
             [assistant("alice", client), assistant("bob", client)],
             model_client=client,
             termination_condition=MaxMessageTermination(2),
         )
         await team.run(task="hello")
-    assert await trial.agents() == ["SelectorGroupChatManager", "bob"]
+    assert await attempt.agents() == ["SelectorGroupChatManager", "bob"]
 
 
-async def test_who_reads_a_stream_is_not_the_agent(stack: Any, clients: Any, trial: Any) -> None:
+async def test_who_reads_a_stream_is_not_the_agent(stack: Any, clients: Any, attempt: Any) -> None:
     stack.upstream.script(CallTools([("expert", {"task": "why?"})]), Say("because"), Say("so"))
     client = clients(parallel_tool_calls=False)
     expert = assistant("expert", client, model_client_stream=True)
     boss = assistant("boss", client, tools=[AgentTool(expert)], reflect_on_tool_use=True, model_client_stream=True)
-    with trial.running():
+    with attempt.running():
         async for _ in boss.run_stream(task="hello"):
             # The agents work between two items; who consumes them is not one of them.
             assert current_identity() is None
-    assert await trial.agents() == ["boss", "expert", "boss"]
+    assert await attempt.agents() == ["boss", "expert", "boss"]
 
 
 class Own(BaseChatAgent):
@@ -125,7 +100,7 @@ class Own(BaseChatAgent):
     async def on_reset(self, cancellation_token: Any) -> None: ...
 
 
-async def test_agents_of_the_users_own_classes(stack: Any, clients: Any, trial: Any) -> None:
+async def test_agents_of_the_users_own_classes(stack: Any, clients: Any, attempt: Any) -> None:
     class Later(Own):
         """One that inherits what is watched, made after agl attached."""
 
@@ -139,12 +114,12 @@ async def test_agents_of_the_users_own_classes(stack: Any, clients: Any, trial: 
     async def by_client() -> str:
         return str((await client.create([UserMessage(content="hello", source="user")])).content)
 
-    with trial.running():
+    with attempt.running():
         await by_client()
         await RoundRobinGroupChat([Own("early", by_client), Later("later", by_sdk)], max_turns=2).run(task="hello")
         await Later("direct", by_sdk).run(task="hello")
         await by_sdk()
-    assert await trial.agents() == [None, "early", "later", "direct", None]
+    assert await attempt.agents() == [None, "early", "later", "direct", None]
 
 
 @dataclass
@@ -181,22 +156,22 @@ async def test_a_runtime_shared_by_rollouts_whose_agents_have_another_one_run_th
     stack.upstream.answer = lambda received: (
         Say("3") if received.turns else CallTools([("add", {"a": 1, "b": 2}), ("broken", {})])
     )
-    trials = [await stack.attempt() for _ in range(3)]
+    attempts = [await stack.attempt() for _ in range(3)]
 
-    async def one(trial: Any) -> None:
-        with trial.running():
-            assert await runtime.send_message(Ask(trial.key.rollout), AgentId("worker", "default")) == "3"
+    async def one(attempt: Any) -> None:
+        with attempt.running():
+            assert await runtime.send_message(Ask(attempt.key.rollout), AgentId("worker", "default")) == "3"
 
-    with trials[0].running():
+    with attempts[0].running():
         runtime.start()
-    await asyncio.gather(*map(one, trials))
+    await asyncio.gather(*map(one, attempts))
     # It belongs to no rollout, although the runtime's task was started in one.
     with pytest.raises(openai.AuthenticationError, match="a key of its own"):
         await runtime.send_message(Ask("outside"), AgentId("worker", "default"))
     await runtime.stop()
-    for trial in trials:
-        first, second = (await trial.close()).transitions
-        assert first.messages[-1]["content"] == trial.key.rollout
+    for attempt in attempts:
+        first, second = (await attempt.close()).transitions
+        assert first.messages[-1]["content"] == attempt.key.rollout
         assert [t.agent for t in (first, second)] == ["worker", "worker"]
         assert [(o.tool, str(o.status), o.agent) for o in first.tool_results] == [
             ("add", "ok", "worker"),
@@ -204,8 +179,8 @@ async def test_a_runtime_shared_by_rollouts_whose_agents_have_another_one_run_th
         ]
 
 
-async def test_what_the_program_sees_is_the_same(stack: Any, clients: Any, trial: Any) -> None:
-    client = clients(default_headers={"Authorization": f"Bearer {stack.key(trial.key)}"})
+async def test_what_the_program_sees_is_the_same(stack: Any, clients: Any, attempt: Any) -> None:
+    client = clients(default_headers={"Authorization": f"Bearer {stack.key(attempt.key)}"})
 
     async def seen() -> list[Any]:
         stack.upstream.script(CallTools([("add", {"a": 1, "b": 2}), ("broken", {}), ("lost", {})]), Say("done"))
@@ -217,17 +192,10 @@ async def test_what_the_program_sees_is_the_same(stack: Any, clients: Any, trial
         return events
 
     unwatched = await seen()
-    assert trial.tool_results == ()
-    with trial.running():
+    assert attempt.tool_results == ()
+    with attempt.running():
         assert await seen() == unwatched
-    assert len(trial.tool_results) == 2
-
-
-async def test_an_override_goes_by_the_name_that_the_model_knows(run: Any) -> None:
-    tool = FunctionTool(add, "Add.")
-    workbench = StaticWorkbench([tool], tool_overrides={"add": ToolOverride(name="plus")})
-    (tool_result,) = await run(("plus", {"a": 1, "b": 2}), workbench=workbench)
-    assert (tool_result.tool, tool_result.result) == ("plus", "3")
+    assert len(attempt.tool_results) == 2
 
 
 class Remote(StaticWorkbench):
@@ -245,60 +213,52 @@ class Remote(StaticWorkbench):
         return ToolResult(name=name, result=[TextResultContent(content=self._outcome)], is_error=self._is_error)
 
 
+RENAMED = StaticWorkbench([FunctionTool(add, "Add.")], tool_overrides={"add": ToolOverride(name="plus")})
+
+
+@pytest.mark.parametrize("in_team", [False, True], ids=["alone", "streaming in a team"])
 @pytest.mark.parametrize(
-    ("text", "is_error", "status"),
+    ("workbench", "call", "expected"),
     [
-        ("Error: said the page", False, ToolStatus.ERROR),
-        ("no such page", True, ToolStatus.ERROR),
+        (RENAMED, ("plus", {"a": 1, "b": 2}), ("plus", "ok", "3")),
+        (Remote("Error: said the page"), ("fetch", {"url": "x"}), ("fetch", "error", "Error: said the page")),
+        (Remote("no such page", is_error=True), ("fetch", {"url": "x"}), ("fetch", "error", "no such page")),
     ],
+    ids=["renamed", "in words", "marked"],
 )
-async def test_a_workbench_of_the_users_own(text: str, is_error: bool, status: ToolStatus, run: Any) -> None:
-    (tool_result,) = await run(("fetch", {"url": "x"}), workbench=Remote(text, is_error))
-    assert (tool_result.tool, tool_result.status, tool_result.result) == ("fetch", status, text)
+async def test_results_of_a_workbench_go_by_the_name_that_the_model_knows(
+    stack: Any, clients: Any, attempt: Any, in_team: bool, workbench: Any, call: Any, expected: tuple[str, ...]
+) -> None:
+    stack.upstream.script(CallTools([call]), Say("done"))
+    agent = AssistantAgent("solver", clients(), workbench=workbench, model_client_stream=in_team)
+    with attempt.running():
+        await (RoundRobinGroupChat([agent], max_turns=1) if in_team else agent).run(task="hello")
+    episode = await attempt.close()
+    assert (episode.unjoined, len(attempt.tool_results)) == ((), 1)
+    (result,) = episode.transitions[0].tool_results
+    assert (result.tool, str(result.status), result.result) == expected
 
 
-async def test_a_workbench_that_raises_is_recorded_and_still_raises(trial: Any) -> None:
-    with trial.running(), pytest.raises(ConnectionError, match="gone"):
+async def test_a_workbench_that_raises_is_recorded_and_still_raises(attempt: Any) -> None:
+    with attempt.running(), pytest.raises(ConnectionError, match="gone"):
         # Not in an AssistantAgent: AutoGen 0.7.5 waits forever for a workbench that raises.
         await Remote(ConnectionError("gone")).call_tool("fetch", {}, call_id="c1")
-    assert [(o.tool, str(o.status), o.error) for o in trial.tool_results] == [
+    assert [(o.tool, str(o.status), o.error) for o in attempt.tool_results] == [
         ("fetch", "error", "ConnectionError: gone")
     ]
 
 
-async def test_a_block_is_an_episode(stack: Any, clients: Any) -> None:
-    endpoint = stack.upstream
-    endpoint.script(CallTools([("add", {"a": 1, "b": 2})]), Say("3"))
-    agent = AssistantAgent("solver", clients(base_url=endpoint.url), tools=[add], reflect_on_tool_use=True)
+async def test_a_block_is_an_episode_also_if_its_agent_crashes(stack: Any, clients: Any) -> None:
+    stack.upstream.script(Say("3"), Say("before"), Fail(400))
+    agent = AssistantAgent("solver", clients(base_url=stack.upstream.url))
     with record("1 + 2?") as recorded:
         recorded.result = (await agent.run(task="1 + 2?")).messages[-1].to_text()
         assert recorded.episode() is None
+    with pytest.raises(RuntimeError, match="400"), record() as crashed:
+        await RoundRobinGroupChat([agent], max_turns=2).run(task="hello")
 
     episode = recorded.episode()
-    assert episode is not None
     assert (episode.ending, episode.task.input, episode.result) == (Ending.FINISHED, "1 + 2?", "3")
-    first, second = recorded.transitions()
-    assert [(t.agent, t.has_ids) for t in (first, second)] == [("solver", True)] * 2
-    assert [(o.tool, o.result, str(o.status)) for o in first.tool_results] == [("add", "3", "ok")]
-
-
-async def test_an_agent_that_crashes(stack: Any, clients: Any) -> None:
-    endpoint = stack.upstream
-    endpoint.script(Say("before"), Fail(400))
-    agent = AssistantAgent("solver", clients(base_url=endpoint.url))
-    team = RoundRobinGroupChat([agent], max_turns=2)
-    with pytest.raises(RuntimeError, match="400"), record() as recorded:
-        await team.run(task="hello")
-    assert recorded.episode().ending is Ending.CRASHED
-    assert [t.response["content"] for t in recorded.transitions()] == ["before"]
+    assert crashed.episode().ending is Ending.CRASHED
+    assert [t.response["content"] for t in crashed.transitions()] == ["before"]
     assert current_attempt() is None
-
-
-async def test_in_a_rollout_the_gateway_records_and_nothing_is_kept(stack: Any, clients: Any, trial: Any) -> None:
-    stack.upstream.script(CallTools([("add", {"a": 1, "b": 2})]))
-    with trial.running(), record() as recorded:
-        await AssistantAgent("solver", clients(), tools=[add]).run(task="hello")
-    assert recorded.episode() is None
-    assert recorded.transitions() == []
-    assert await trial.agents() == ["solver"]
-    assert [o.tool for o in trial.tool_results] == ["add"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running_servers import stack_fixture
 from testing_aids import NO_TELEMETRY, only_this_machine, play, tools_by_call
 
 os.environ.update(NO_TELEMETRY)
@@ -18,7 +19,7 @@ from crewai.tools import BaseTool, tool
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
 from agl_crewai import plugin
-from agl_server.testing import Stack, attached_stack, no_problems  # noqa: F401
+from agl_server.testing import Stack, no_problems  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +42,6 @@ def broken(reason: str) -> str:
     raise ValueError(reason)
 
 
-def calls(*tools: tuple[Any, ...]) -> CallTools:
-    return CallTools(tools)
-
-
 def llm_of(root: str, key: str = PLACEHOLDER_KEY, **options: Any) -> LLM:
     """A model that any number of attempts may share: which of them calls, the headers of its requests must say."""
     return LLM("default", provider="openai", base_url=root, api_key=key, **{"max_retries": 0, **options})
@@ -63,13 +60,10 @@ def crew_of(*tasks: Task, **options: Any) -> Crew:
     return Crew(**{"agents": agents, "tasks": list(tasks), "verbose": False, "cache": False, **options})
 
 
-@pytest.fixture(name="stack")
-async def a_stack() -> AsyncIterator[Stack]:
-    async with attached_stack(plugin.crewai, timeout=300) as running:
-        yield running
+a_stack = stack_fixture(plugin.crewai, timeout=300)
 
 
-ADDS = calls(("add", {"a": 1, "b": 2}))
+ADDS = CallTools([("add", {"a": 1, "b": 2})])
 
 
 async def test_delegated_work_is_that_of_the_coworker_and_a_tool_result(stack: Stack) -> None:
@@ -78,7 +72,7 @@ async def test_delegated_work_is_that_of_the_coworker_and_a_tool_result(stack: S
 
     def delegates(coworker: str) -> CallTools:
         given = {"task": "Add 1 and 2.", "context": "None.", "coworker": coworker}
-        return calls(("delegate_work_to_coworker", given))
+        return CallTools([("delegate_work_to_coworker", given)])
 
     crew = crew_of(task_of(boss), agents=[boss, expert])
     script = (delegates("Expert"), ADDS, Say("3"), delegates("Nobody"), Say("It is 3."))
@@ -98,7 +92,7 @@ async def test_the_manager_of_a_hierarchical_crew_has_crewais_name_for_it(stack:
     expert = agent_of(llm, "Expert")
     crew = crew_of(task_of(None), agents=[expert], process=Process.hierarchical, manager_llm=llm)
     given = {"task": "Answer.", "context": "None.", "coworker": "Expert"}
-    script = (calls(("delegate_work_to_coworker", given)), Say("4"), Say("It is 4."))
+    script = (CallTools([("delegate_work_to_coworker", given)]), Say("4"), Say("It is 4."))
     episode = await play(stack, crew.kickoff_async, *script)
     assert tools_by_call(episode) == [
         ("Crew Manager", ("delegate_work_to_coworker", "ok")),
@@ -109,7 +103,7 @@ async def test_the_manager_of_a_hierarchical_crew_has_crewais_name_for_it(stack:
 
 async def test_failures_in_crewais_own_words(stack: Stack) -> None:
     agent = agent_of(llm_of(stack.url()), "Solver", (broken,))
-    script = (calls(("broken", {"reason": "no city"})), calls(("nowhere", {})))
+    script = (CallTools([("broken", {"reason": "no city"})]), CallTools([("nowhere", {})]))
     episode = await play(stack, crew_of(task_of(agent)).kickoff_async, *script, Say("Sorry."))
     assert tools_by_call(episode) == [
         ("Solver", ("broken", "error")),

@@ -11,13 +11,14 @@ from typing import Any
 import dspy
 import pytest
 import testing_aids
+from running_servers import stack_fixture
 from testing_aids import tools_by_call
 
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Episode
 from agl_dspy import plugin
-from agl_server.testing import Stack, attached_stack, no_problems  # noqa: F401
+from agl_server.testing import Stack, no_problems  # noqa: F401
 
 
 def add(a: int, b: int) -> int:
@@ -62,10 +63,7 @@ async def play(stack: Stack, program: Callable[..., Any], *script: Any) -> Episo
     return await testing_aids.play(stack, ask, *script)
 
 
-@pytest.fixture(name="stack")
-async def a_stack() -> AsyncIterator[Stack]:
-    async with attached_stack(plugin.dspy, timeout=300) as running:
-        yield running
+a_stack = stack_fixture(plugin.dspy, timeout=300)
 
 
 class Program(dspy.Module):  # type: ignore[misc]

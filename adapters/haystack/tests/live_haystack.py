@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+from running_servers import leased_attempt, stack_fixture  # noqa: F401
 from testing_aids import NO_TELEMETRY, check_snippets, weather
 
 os.environ.update(NO_TELEMETRY)
@@ -24,20 +23,12 @@ from haystack.utils import Secret
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
 from agl_haystack import plugin
-from agl_server.testing import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
+from agl_server.testing import LeasedAttempt, Stack, no_problems  # noqa: F401
 
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.fixture(name="stack")
-async def a_stack() -> AsyncIterator[Stack]:
-    async with attached_stack(plugin.haystack) as running:
-        yield running
-
-
-@pytest.fixture
-async def attempt(stack: Stack) -> LeasedAttempt:
-    return await stack.attempt()
+a_stack = stack_fixture(plugin.haystack)
 
 
 def generator(stack: Stack) -> OpenAIChatGenerator:

@@ -275,7 +275,7 @@ def test_an_agent_that_crashes(server: Any) -> None:
     assert [e.ending for e in callback.episodes()] == [Ending.CRASHED]
 
 
-def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(server: Any) -> None:
+def test_the_callback_may_be_imported_first_and_does_without_langgraph(server: Any) -> None:
     program = """
         import sys
 
@@ -283,7 +283,10 @@ def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(s
             sys.modules[absent] = None
         import os
 
+        import agl_core
         import httpx
+
+        attachment = agl_core.attach()
         from agl_langchain import AglCallback
         from langchain_core.runnables import RunnableLambda
 
@@ -295,17 +298,6 @@ def test_the_core_does_without_the_framework_and_the_adapter_without_langgraph(s
         RunnableLambda(ask).invoke("hello", {"callbacks": [callback]})
         (transition,) = callback.transitions()
         assert transition.response["content"] == "done"
-    """
-    run_python(program)
-
-
-def test_the_callback_may_be_imported_before_the_framework() -> None:
-    program = """
-        import agl_core
-
-        attachment = agl_core.attach()
-        from agl_langchain import AglCallback
-
         assert not attachment.failed, attachment.failed
     """
     run_python(program)

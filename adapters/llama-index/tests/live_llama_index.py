@@ -1,10 +1,8 @@
 """LlamaIndex's own: who calls and what the tools did, in agents, workflows and tools of the user's."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import (
@@ -19,25 +17,18 @@ from llama_index.core.workflow import (
 )
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
+from running_servers import leased_attempt, stack_fixture  # noqa: F401
 from testing_aids import check_snippets, weather
 
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
 from agl_llama_index import plugin
-from agl_server.testing import LeasedAttempt, Stack, attached_stack, no_problems  # noqa: F401
+from agl_server.testing import LeasedAttempt, Stack, no_problems  # noqa: F401
 
 README = Path(__file__).parent.parent / "README.md"
 
 
-@pytest.fixture(name="stack")
-async def a_stack() -> AsyncIterator[Stack]:
-    async with attached_stack(plugin.llama_index) as running:
-        yield running
-
-
-@pytest.fixture
-async def attempt(stack: Stack) -> LeasedAttempt:
-    return await stack.attempt()
+a_stack = stack_fixture(plugin.llama_index)
 
 
 def llm_of(stack: Stack) -> OpenAILike:

@@ -15,22 +15,10 @@ from agl_otel import plugin, watching
 from agl_server.testing import Stack, no_problems, running_stack  # noqa: F401
 
 
-@pytest.fixture(scope="session")
-def plugins() -> Plugins:
-    """This package alone."""
+@pytest.fixture
+async def intake() -> AsyncIterator[Stack]:
     plugins = Plugins()
     plugins.register(plugin, "agl-otel")
-    return plugins
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[Stack]:
-    async with running_stack() as stack:
-        yield stack
-
-
-@pytest.fixture
-async def intake(plugins: Plugins) -> AsyncIterator[Stack]:
     async with running_stack(hook=plugins.hook) as stack:
         yield stack
 

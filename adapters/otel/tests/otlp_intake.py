@@ -48,11 +48,11 @@ async def post(
 
 
 @contextlib.contextmanager
-def exporting(attempt: LeasedAttempt) -> Iterator[TracerProvider]:
+def exporting(attempt: LeasedAttempt, exporter: OTLPSpanExporter | None = None) -> Iterator[TracerProvider]:
     """A tracer provider whose spans go to the server when, and only when, it is flushed with `flush`."""
     stack, key = attempt.stack, attempt.key
     headers = {"authorization": f"Bearer {stack.key(key)}"}
-    exporter = OTLPSpanExporter(f"{stack.url(key)}/traces", headers=headers, timeout=60)
+    exporter = exporter or OTLPSpanExporter(f"{stack.url(key)}/traces", headers=headers, timeout=60)
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 import pytest
 from openinference.instrumentation.openai import OpenAIInstrumentor as OpenInference
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.instrumentation.openai import OpenAIInstrumentor as OpenLLMetry
 from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor as GenAI
 from opentelemetry.trace import StatusCode, Tracer
-from testing_aids import run_python
 
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Episode, Source, ToolStatus
@@ -205,33 +204,19 @@ async def test_spans_after_the_end_change_nothing(
     assert caplog.text.count("flush before the agent returns") == 1
 
 
-async def test_an_agent_in_another_process_by_environment_alone(intake: Stack) -> None:
+async def test_an_exporter_finds_the_server_by_environment_alone(
+    intake: Stack, instrument: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt = await intake.attempt()
-    program = """
-        import openai
-        from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.instrumentation.openai import OpenAIInstrumentor
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        provider = TracerProvider()
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        trace.set_tracer_provider(provider)
-        OpenAIInstrumentor().instrument()
-        attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "far away"}
-        with trace.get_tracer("agent").start_as_current_span("invoke_agent", attributes=attributes):
-            openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    """
-    environment = {
-        "OPENAI_BASE_URL": intake.url(attempt.key),
-        "OPENAI_API_KEY": intake.key(attempt.key),
-        "OTEL_EXPORTER_OTLP_ENDPOINT": intake.url(attempt.key).removesuffix("/v1"),
-        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{intake.key(attempt.key)}",
-        "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
-    }
-    await asyncio.to_thread(run_python, program, **environment)
-    assert [call.agent for call in await attempt.calls()] == ["far away"]
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", intake.url(attempt.key).removesuffix("/v1"))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"authorization=Bearer%20{intake.key(attempt.key)}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    with exporting(attempt, OTLPSpanExporter()) as provider:
+        instrument(OpenLLMetry, provider)
+        with provider.get_tracer("agent").start_as_current_span("invoke_agent", attributes=GENAI_AGENT):
+            await ask(intake.client(attempt.key))
+        await flush(provider)
+    assert await attempt.agents() == ["solver"]
 
 
 RAN = (

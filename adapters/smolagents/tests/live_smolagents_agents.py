@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import testing_aids
+from running_servers import stack_fixture
 from smolagents import CodeAgent, LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 from testing_aids import tools_by_call
 
@@ -14,7 +14,7 @@ from agl_core.capture import identify
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Episode
-from agl_server.testing import Stack, attached_stack, no_problems  # noqa: F401
+from agl_server.testing import Stack, no_problems  # noqa: F401
 from agl_smolagents import plugin
 
 
@@ -44,11 +44,7 @@ def code(text: str) -> Say:
     return Say(f"Thought: I write code.\n```py\n{text}\n```")
 
 
-def calls(*tools: tuple[Any, ...]) -> CallTools:
-    return CallTools(tools)
-
-
-ANSWER = calls(("final_answer", {"answer": "done"}))
+ANSWER = CallTools([("final_answer", {"answer": "done"})])
 
 
 def built(kind: Callable[..., Any], model: Any, **options: Any) -> Any:
@@ -66,10 +62,7 @@ async def play(stack: Stack, agent: Any, *script: Any) -> Episode:
     return await testing_aids.play(stack, lambda: agent.run("hello"), *script)
 
 
-@pytest.fixture(name="stack")
-async def a_stack() -> AsyncIterator[Stack]:
-    async with attached_stack(plugin.smolagents, timeout=300) as running:
-        yield running
+a_stack = stack_fixture(plugin.smolagents, timeout=300)
 
 
 async def test_tools_that_code_calls_belong_to_the_call_that_wrote_the_code(stack: Stack) -> None:
@@ -110,7 +103,7 @@ async def test_an_exception_of_the_code_is_its_error_and_that_of_a_tool_is_the_t
 async def test_failures_in_smolagents_own_words(stack: Stack) -> None:
     agent = built(ToolCallingAgent, model_of(stack), name="solver")
     script = [("broken", {"reason": "no city"}), ("nowhere", {}), ("add", {"a": 1}), ("final_answer", {})]
-    episode = await play(stack, agent, *(calls(call) for call in script), ANSWER)
+    episode = await play(stack, agent, *(CallTools([call]) for call in script), ANSWER)
     assert tools_by_call(episode)[:4] == [("solver", (tool, "error")) for tool, _ in script]
     errors = [t.tool_results[0].error for t in episode.transitions[:3]]
     assert "Error executing tool 'broken' with arguments {'reason': 'no city'}: ValueError: no city" in errors[0]

@@ -24,14 +24,13 @@ from agl_core.types import AttemptKey
 
 
 class FakeAdapter:
-    def __init__(self, framework: str, error: Exception | None = None, agent: str | None = None) -> None:
-        self.framework, self.error, self.agent, self.calls = framework, error, agent, 0
+    def __init__(self, framework: str, error: Exception | None = None) -> None:
+        self.framework, self.error, self.calls = framework, error, 0
 
-    def attach(self) -> Any:
+    def attach(self) -> None:
         self.calls += 1
         if self.error:
             raise self.error
-        return (lambda: Identity(self.agent)) if self.agent else None
 
 
 @pytest.fixture
@@ -94,14 +93,8 @@ def test_an_adapter_of_a_module_that_the_framework_does_not_have_says_so_once(
     framework: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "namespace" / framework).mkdir(parents=True)
-    names = [
-        f"{framework}.gone",
-        f"{framework}.gone.deep",
-        f"{framework}.part",
-        f"not_{framework}.part",
-        "namespace.gone",
-    ]
-    attachment = agl_core.attach(map(FakeAdapter, names))
+    names = ("{}.gone", "{}.gone.deep", "{}.part", "not_{}.part", "namespace.gone")
+    attachment = agl_core.attach(FakeAdapter(name.format(framework)) for name in names)
     importlib.import_module(framework)
     importlib.import_module("namespace")
     importlib.import_module(f"{framework}.part")
@@ -123,14 +116,12 @@ def test_http_libraries_imported_later_are_stamped_and_nothing_is_imported_early
     program = """
         import sys
         import agl_core
-        from agl_core.capture import AttemptContext, Recording, identify, running
+        from agl_core.capture import AttemptContext, Identity, Recording, running
 
         class Adapter:
             framework = "colorsys"
 
             def attach(self):
-                from agl_core.capture import Identity
-
                 return lambda: Identity("named")
 
         agl_core.attach([Adapter()])

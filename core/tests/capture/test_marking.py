@@ -18,7 +18,7 @@ from agl_core.capture import AttemptContext, Recording, current_identity, runnin
 from agl_core.capture.marking import AgentRun
 from agl_core.errors import AgentError
 from agl_core.testing.scripts import Hold
-from agl_server.testing import running_stack
+from agl_server.testing import Stack
 
 pytestmark = pytest.mark.usefixtures("attached")
 
@@ -45,24 +45,21 @@ async def ask(client: openai.AsyncOpenAI, text: str) -> str:
     return reply.choices[0].message.content or ""
 
 
-async def test_concurrent_runs_of_one_agent_are_told_apart() -> None:
-    shared = agl_core.agent("twin")
+async def test_concurrent_runs_of_one_agent_are_told_apart(stack: Stack) -> None:
+    shared, attempt = agl_core.agent("twin"), await stack.attempt()
+    client = stack.client(attempt.key)
 
-    async with running_stack() as stack:
-        attempt = await stack.attempt()
+    async def solve(city: str) -> None:
+        async with shared:
+            for turn in range(3):
+                await ask(client, f"{city} {turn}")
+                async with agl_core.tool(f"{city} {turn}") as run:
+                    await asyncio.sleep(0.001 * len(city))
+                    run.result = CITIES[city]
 
-        async def solve(client: openai.AsyncOpenAI, city: str) -> None:
-            async with shared:
-                for turn in range(3):
-                    await ask(client, f"{city} {turn}")
-                    async with agl_core.tool(f"{city} {turn}") as run:
-                        await asyncio.sleep(0.001 * len(city))
-                        run.result = CITIES[city]
-
-        with attempt.running():
-            async with stack.client(attempt.key) as client:
-                await asyncio.gather(*(solve(client, city) for city in CITIES for _ in range(3)))
-        episode = await attempt.close()
+    with attempt.running():
+        await asyncio.gather(*(solve(city) for city in CITIES for _ in range(3)))
+    episode = await attempt.close()
     assert len(episode.transitions) == 18
     for transition in episode.transitions:
         [tool_result] = transition.tool_results
@@ -103,40 +100,36 @@ def test_a_call_in_asyncio_run_after_a_synchronous_one() -> None:
     assert "walk in" in episode.transitions[4].tool_results[0].error
 
 
-async def test_what_cannot_be_told_is_not_guessed() -> None:
-    async with running_stack() as stack:
-        attempt = await stack.attempt()
-        with attempt.running(), agl_core.agent("forked"):
-            look_up("Oslo")  # before any call
-            async with stack.client(attempt.key) as client:
-                holds = Hold(), Hold()
-                stack.upstream.script(*holds)
-                both = asyncio.gather(ask(client, "a"), ask(client, "b"))
-                await asyncio.gather(*(hold.arrived.wait() for hold in holds))
-                for hold in holds:
-                    hold.release.set()
-                await both
-                look_up("Oslo")  # after two calls at once
-        episode = await attempt.close()
+async def test_what_cannot_be_told_is_not_guessed(stack: Stack) -> None:
+    attempt, holds = await stack.attempt(), (Hold(), Hold())
+    client = stack.client(attempt.key)
+    with attempt.running(), agl_core.agent("forked"):
+        look_up("Oslo")  # before any call
+        stack.upstream.script(*holds)
+        both = asyncio.gather(ask(client, "a"), ask(client, "b"))
+        await asyncio.gather(*(hold.arrived.wait() for hold in holds))
+        for hold in holds:
+            hold.release.set()
+        await both
+        look_up("Oslo")  # after two calls at once
+    episode = await attempt.close()
     assert [tools for _, *tools in tools_by_call(episode)] == [[], []]
     assert len(episode.unjoined) == 2
 
 
-async def test_tools_belong_to_the_agent_that_only_calls_if_the_code_around_runs_them() -> None:
-    async with running_stack() as stack:
-        attempt = await stack.attempt()
-        client = stack.client(attempt.key)
-        with attempt.running(), agl_core.agent("program"):
-            for name in ("writer", "checker"):
-                run = AgentRun(name, only_calls=True)
-                run.start()
-                await ask(client, name)
-                run.end(None)
-                look_up("Oslo")
-            await ask(client, "so")
-            look_up("Atlantis")
-        await client.close()
-        episode = await attempt.close()
+async def test_tools_belong_to_the_agent_that_only_calls_if_the_code_around_runs_them(stack: Stack) -> None:
+    attempt = await stack.attempt()
+    client = stack.client(attempt.key)
+    with attempt.running(), agl_core.agent("program"):
+        for name in ("writer", "checker"):
+            run = AgentRun(name, only_calls=True)
+            run.start()
+            await ask(client, name)
+            run.end(None)
+            look_up("Oslo")
+        await ask(client, "so")
+        look_up("Atlantis")
+    episode = await attempt.close()
     assert tools_by_call(episode) == [
         ("writer", ("look_up", "ok")),
         ("checker", ("look_up", "ok")),
@@ -146,31 +139,29 @@ async def test_tools_belong_to_the_agent_that_only_calls_if_the_code_around_runs
     assert [result.agent for result in results] == ["writer", "checker", "program"]
 
 
-async def test_parallel_tools_and_a_tool_that_asks_the_model_itself() -> None:
-    async with running_stack() as stack:
-        attempt = await stack.attempt()
-        client = stack.client(attempt.key)
+async def test_parallel_tools_and_a_tool_that_asks_the_model_itself(stack: Stack) -> None:
+    attempt = await stack.attempt()
+    client = stack.client(attempt.key)
 
-        @agl_core.tool
-        async def summarise(text: str) -> str:
-            summary = await ask(client, f"sum up {text}")
-            with agl_core.tool("inner") as run:
-                run.result = summary
-            return summary
+    @agl_core.tool
+    async def summarise(text: str) -> str:
+        summary = await ask(client, f"sum up {text}")
+        with agl_core.tool("inner") as run:
+            run.result = summary
+        return summary
 
-        with attempt.running(), agl_core.agent("boss"):
-            await ask(client, "first")
-            await asyncio.gather(summarise("x"), summarise("y"), look_up_async("Oslo"))
-            with ThreadPoolExecutor() as pool:
-                assert pool.submit(look_up, "Oslo").result() == "4 °C"
-            await ask(client, "second")
-            with agl_core.agent("critic"):
-                await ask(client, "critique")
-                look_up("Atlantis")
+    with attempt.running(), agl_core.agent("boss"):
+        await ask(client, "first")
+        await asyncio.gather(summarise("x"), summarise("y"), look_up_async("Oslo"))
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(look_up, "Oslo").result() == "4 °C"
+        await ask(client, "second")
+        with agl_core.agent("critic"):
+            await ask(client, "critique")
             look_up("Atlantis")
-            await ask(client, "last")
-        await client.close()
-        episode = await attempt.close()
+        look_up("Atlantis")
+        await ask(client, "last")
+    episode = await attempt.close()
     by_prompt = {t.messages[-1]["content"]: t for t in episode.transitions}
     tools = {prompt: sorted(o.tool for o in t.tool_results) for prompt, t in by_prompt.items()}
     assert tools == {

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import openai
 import orjson
 import pytest
 from hypothesis import given
@@ -45,7 +44,7 @@ from agl_core.capture import (
 from agl_core.capture.context import packed_variables
 from agl_core.errors import AgentError
 from agl_core.types import ToolStatus
-from agl_server.testing import attached_stack
+from agl_server.testing import Stack
 
 
 def attempt(recording: Recording | None = None, rollout: str = "r1") -> AttemptContext:
@@ -94,14 +93,6 @@ def test_an_exception_whose_text_raises_is_still_reported() -> None:
     assert recording.tool_results[0].error == "AwkwardError"
 
 
-def test_an_tool_result_counts_once_and_the_first_report_stays() -> None:
-    recording = Recording()
-    record_tool_result("1", "add", 3, recording=recording)
-    record_tool_result("1", "add", 4, recording=recording)
-    record_tool_result("2", "add", 5, recording=recording)
-    assert [tool_result.result for tool_result in recording.tool_results] == [3, 5]
-
-
 def test_a_flood_of_problems_is_not_kept() -> None:
     recording = Recording()
     news = [recording.problem(f"{number} {'x' * 5000}") for number in range(1000)]
@@ -109,14 +100,17 @@ def test_a_flood_of_problems_is_not_kept() -> None:
     assert {len(text) for text in recording.problems} == {2000}
 
 
-def test_what_comes_after_the_end_is_not_kept() -> None:
+def test_a_tool_result_counts_once_the_first_report_stays_and_after_the_end_none_is_kept() -> None:
     recording = Recording()
     with running(attempt(recording)):
+        for id, result in (("1", 3), ("1", 4), ("2", 5)):
+            record_tool_result(id, "add", result)
         recording.close()
         recording.close()
         agl_core.reward(1.0)
-        record_tool_result("1", "add", 3)
-    assert (recording.tool_results, recording.rewards) == ((), ())
+        record_tool_result("3", "add", 6)
+    assert [tool_result.result for tool_result in recording.tool_results] == [3, 5]
+    assert recording.rewards == ()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", None, [1.0], 10**400])
@@ -244,27 +238,26 @@ def test_any_state_travels_as_a_header(variables: dict[str, Any]) -> None:
     assert (unpack_variables(packed) or {}) == {name: jsonable(value) for name, value in variables.items()}
 
 
-async def test_state_is_that_of_the_call_and_bounded() -> None:
+async def test_state_is_that_of_the_call_and_bounded(attached: None, stack: Stack) -> None:
     noise = "".join(chr(c) for c in random.Random(1).choices(range(0x4E00, 0x9FFF), k=40_000))
+    attempt = await stack.attempt()
+    client = stack.client(attempt.key)
 
-    async def ask(client: openai.AsyncOpenAI, text: str) -> None:
+    async def ask(text: str) -> None:
         await client.chat.completions.create(model="default", messages=[{"role": "user", "content": text}])
 
-    async def agent(client: openai.AsyncOpenAI, name: str) -> None:
+    async def agent(name: str) -> None:
         agl_core.state(who=name, draft=["a"])
-        await ask(client, name)
+        await ask(name)
         agl_core.state(draft=None)
-        await ask(client, name)
+        await ask(name)
 
-    async with attached_stack() as stack:
-        attempt = await stack.attempt()
-        client = stack.client(attempt.key)
-        with attempt.running():
-            await ask(client, "before")
-            await asyncio.gather(agent(client, "x"), agent(client, "y"))
-            agl_core.state(who="nobody", noise=noise, after="kept", **dict.fromkeys("abc", noise))
-            await ask(client, "noise")
-        calls = await attempt.calls()
+    with attempt.running():
+        await ask("before")
+        await asyncio.gather(agent("x"), agent("y"))
+        agl_core.state(who="nobody", noise=noise, after="kept", **dict.fromkeys("abc", noise))
+        await ask("noise")
+    calls = await attempt.calls()
     states = {name: [c.state for c in calls if c.request["messages"][-1]["content"] == name] for name in "xy"}
     assert calls[0].state is None
     for name, of_agent in states.items():
@@ -276,11 +269,9 @@ async def test_state_is_that_of_the_call_and_bounded() -> None:
     assert (cut["who"], cut["after"]) == ("nobody", "kept")
 
 
-@pytest.mark.parametrize("header", ["", "%%%", "AAAA", "eJyLBgABFwC5", "x" * 100])
-def test_a_state_header_that_is_none_is_passed_over(header: str) -> None:
+BOMB = base64.urlsafe_b64encode(zlib.compress(b'{"a": "' + b"x" * (1 << 26) + b'"}')).decode()
+
+
+@pytest.mark.parametrize("header", ["", "%%%", "AAAA", "eJyLBgABFwC5", "x" * 100, BOMB], ids=range(6))
+def test_a_state_header_that_is_none_or_swells_is_passed_over(header: str) -> None:
     assert unpack_variables(header) is None
-
-
-def test_a_state_header_that_swells_is_cut_off() -> None:
-    bomb = base64.urlsafe_b64encode(zlib.compress(b'{"a": "' + b"x" * (1 << 26) + b'"}')).decode()
-    assert unpack_variables(bomb) is None

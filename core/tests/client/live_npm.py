@@ -12,15 +12,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running_servers import stack_fixture
 
 from agl_core.testing.scripts import CallTools, Raw, Received, Say, Step
 from agl_core.types import Call
-from agl_server.testing import LeasedAttempt, Stack, running_stack
+from agl_server.testing import LeasedAttempt, Stack
 
 CLAUDE_CODE = ["@anthropic-ai/claude-code"]
 AI_SDK = {
@@ -71,10 +71,7 @@ def installed(name: str, packages: list[str]) -> Path:
     return folder
 
 
-@pytest.fixture
-async def stack() -> AsyncIterator[Stack]:
-    async with running_stack(timeout=300) as running:
-        yield running
+a_stack = stack_fixture(timeout=300)
 
 
 async def run(*command: str | Path, env: dict[str, str], cwd: Path) -> str:
@@ -162,14 +159,7 @@ async def test_the_ai_sdk_runs_a_tool_and_goes_on(
         return Raw(json.dumps({"id": "x", "object": "chat.completion", "model": "m", "choices": [choice]}).encode())
 
     stack.upstream.answer = answer
-    env = {
-        **os.environ,
-        "BASE": url,
-        "KEY": key,
-        "PROVIDER": provider,
-        "STORE": store,
-        "STREAM": stream,
-    }
+    env = {**os.environ, "BASE": url, "KEY": key, "PROVIDER": provider, "STORE": store, "STREAM": stream}
     output = await run("node", folder / "loop.mjs", env=env, cwd=folder)
     assert json.loads(output.strip().splitlines()[-1]) == ["It is 3.", "It is 3."]
     calls = await attempt.calls()

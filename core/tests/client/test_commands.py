@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -28,14 +27,11 @@ from .road import ASK
 PROGRAM = """
 import json, os, sys, urllib.request
 
-def ask():
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
-
 task = json.loads(os.environ["AGL_TASK"])
-ask()
+body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
 """
 
 
@@ -52,16 +48,14 @@ PRINTED = (
     (["The answer\nis five."], "The answer\nis five."),
     (["NaN"], "NaN"),
     ([""], None),
-    (["ä" * 100_000 + "\n7"], 7),
+    (["…\n7"], 7),
 )
 """Texts that a command prints, and its result."""
 
 
 async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path) -> None:
-    code = "for text in open(f'{os.path.dirname(__file__)}/{task}.json'): print(json.loads(text))"
-    for number, (texts, _) in enumerate(PRINTED):
-        (tmp_path / f"{number}.json").write_text("\n".join(map(json.dumps, texts)))
-    ended = await run(workplace, tmp_path, code, *range(len(PRINTED)))
+    code = "for text in task: print(text.replace('…', 'ä' * 100_000))"
+    ended = await run(workplace, tmp_path, code, *(texts for texts, _ in PRINTED))
     for (_, result), (rollout, attempt) in zip(PRINTED, ended, strict=True):
         assert (rollout.ending, attempt.result) == (Ending.FINISHED, result)
         assert not await workplace.stack.store.rewards([attempt.key])

@@ -114,7 +114,8 @@ async def test_a_crash_is_data_reports_arrive_before_it_and_others_go_on(workpla
     for attempt in (ended[0][1], ended[-2][1]):
         [reported] = await store.tool_results([attempt.key])
         assert (reported.tool, reported.tool_call_id, reported.status) == ("lookup", "call_1", ToolStatus.ERROR)
-        assert {reward.name: reward.value for reward in await store.rewards([attempt.key])} == {"style": 0.5}
+        [reward] = await store.rewards([attempt.key])
+        assert (reward.name, reward.value, reward.source) == ("style", 0.5, "agent")
 
 
 @pytest.mark.timing

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from agl_core.capture import Recording, record_tool_result, reward
+from agl_core.capture import Recording
 from agl_core.client import agent as agent_module
 from agl_core.client.agent import AgentContext, AttemptEnd, TaskPerAttempt, closing, crashed
 from agl_core.client.local import choose_runner
@@ -23,14 +23,13 @@ from agl_core.client.worker import LightningClient, RefusedError, Runner
 from agl_core.config.models import AgentSection, UntrainedConfig, WorkerSection
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
-from agl_core.types import Ending, Mode, Task, ToolResult, ToolStatus
+from agl_core.types import Ending, Mode, Task, ToolResult
 from agl_core.wire import (
     CLOSE,
     MAX_BODY,
     MAX_DEPTH,
     MAX_RESULT,
     MAX_VALUES,
-    Assignment,
     CloseRequest,
     Lease,
     RewardReport,
@@ -106,23 +105,6 @@ async def test_agents_whose_time_is_up_are_cancelled_and_others_go_on(
     assert [c.request["messages"][0]["content"] for c in calls if not c.late] == ["hi"]
 
 
-async def test_rewards_and_tool_results_come_with_the_attempt_that_reported_them(workplace: Any) -> None:
-    async def agent(task_input: Any, context: AgentContext) -> float:
-        await ask(context)
-        reward(task_input, name="style")
-        record_tool_result("o1", "lookup", ValueError(task_input), tool_call_id="call_1")
-        await asyncio.sleep(0)
-        return task_input / 2
-
-    ended = await workplace.run(agent, [1.0, 2.0, 3.0])
-    for i, (_, attempt) in enumerate(ended):
-        rewards = await workplace.stack.store.rewards([attempt.key])
-        assert [(r.name, r.value, r.source) for r in rewards] == [("style", i + 1.0, "agent")]
-        [tool_result] = await workplace.stack.store.tool_results([attempt.key])
-        assert (tool_result.tool, tool_result.tool_call_id) == ("lookup", "call_1")
-        assert (tool_result.status, tool_result.error) == (ToolStatus.ERROR, f"ValueError: {i + 1.0}")
-
-
 async def test_stopping_a_worker_cancels_what_it_runs(workplace: Any) -> None:
     started = threading.Event()
 
@@ -143,17 +125,14 @@ async def test_stopping_a_worker_cancels_what_it_runs(workplace: Any) -> None:
     assert rollout.ending is Ending.CANCELLED
 
 
-async def test_an_agent_that_has_ended_is_not_cancelled_any_more() -> None:
+async def test_an_agent_that_has_ended_is_not_cancelled_any_more(workplace: Any) -> None:
     ended = asyncio.Event()
 
     async def agent(task_input: Any, context: AgentContext) -> str:
         ended.set()
         return "done"
 
-    assignment = Assignment(
-        rollout="w0", attempt=0, task_id="t", task_input=None, task_split="train", mode=Mode.TRAIN, path="", key=""
-    )
-    running = asyncio.create_task(as_tasks(agent).run(assignment, "", Recording()))
+    running = asyncio.create_task(as_tasks(agent).run(await workplace.lease(), "", Recording()))
     await ended.wait()
     running.cancel()
     assert await running == AttemptEnd(Ending.FINISHED, "done")

@@ -18,13 +18,10 @@ Load = Callable[..., LoadedConfig]
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),
         ("train.group_size=2",),
         ("algorithm.name=easy", "train.group_size=1", "engine.name=poor"),
         ("algorithm.name=judging", "engine.name=rich", "credit.name=per_step", "train.group_size=1"),
         ("algorithm.comparing.beta=0", "engine.name=poor"),
-        ("credit.name=either",),
-        ("credit.name=either", "algorithm.name=judging", "engine.name=rich"),
         ("credit.name=mixing",),
         ("rewards.tools.rule=tool_counting",),
         ("async.max_staleness=4",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from agl_core.learning.transitions import build_episode, grammar_of
 from agl_core.testing import engines
 from agl_core.testing import episodes as make
 from agl_core.testing.engines import Row
-from agl_core.types import Batch, CreditKind, DropReason, Ending, Episode, FinishReason, TransitionKey
+from agl_core.types import Batch, Call, CreditKind, DropReason, Ending, Episode, FinishReason, TransitionKey
 
 
 def shape(episode: Episode) -> list[tuple[Any, ...]]:
@@ -120,13 +121,14 @@ def test_the_order_of_records_does_not_matter(data: st.DataObject) -> None:
 IDENTICAL = {"default": PolicyCredit("identical", identical, CreditKind.RETURN)}
 
 
+def built(name: str, calls: list[Call], terminal: float = 1.0, **changes: Any) -> Episode:
+    return replace(build_episode(make.rollout(name), make.attempt(name), calls), terminal=terminal, **changes)
+
+
 def episode(name: str, lengths: list[int], terminal: float, **changes: Any) -> Episode:
-    calls = [
-        make.call(i, make.choice(tokens=n), rollout=name, agent="solver" if i % 2 == 0 else "critic")
-        for i, n in enumerate(lengths)
-    ]
-    built = build_episode(make.rollout(name), make.attempt(name), calls)
-    return replace(built, terminal=terminal, **changes)
+    agents = itertools.cycle(["solver", "critic"])
+    calls = [make.call(i, make.choice(tokens=n), rollout=name, agent=next(agents)) for i, n in enumerate(lengths)]
+    return built(name, calls, terminal, **changes)
 
 
 @given(data=st.data())
@@ -163,8 +165,7 @@ def test_a_masked_token_may_have_any_log_probability() -> None:
     """It is none of the policy's, so nothing that is recorded of it counts."""
     logprobs, mask = np.array([-1.0, np.nan, -np.inf], np.float32), np.array([True, False, False])
     calls = [make.call(0, make.choice(logprobs=logprobs, mask=mask)), make.call(1)]
-    built = replace(build_episode(make.rollout(), make.attempt(), calls), terminal=1.0)
-    prepared = make_batches([[built]], BatchPlan(IDENTICAL))
+    prepared = make_batches([[built("r", calls)]], BatchPlan(IDENTICAL))
     assert prepared.dropped == ()
     assert prepared.batches["default"].mask_R.tolist() == [True, False, False, True, True, True]
 
@@ -191,9 +192,9 @@ def test_a_groups_weight_is_that_of_its_transitions_in_every_batch() -> None:
 @pytest.mark.parametrize(
     ("truncated", "trained", "dropped"),
     [
-        ("keep", {"a": 2, "b": 1, "c": 2}, {}),
-        ("mask", {"a": 1, "b": 1, "c": 2}, {}),
-        ("drop", {"b": 1, "c": 2}, {DropReason.TRUNCATED: 1}),
+        ("keep", {"a": 2, "b": 2, "c": 2}, {}),
+        ("mask", {"a": 1, "b": 2, "c": 2}, {}),
+        ("drop", {"b": 2, "c": 2}, {DropReason.TRUNCATED: 1}),
     ],
 )
 def test_what_the_token_limit_cut_off_is_kept_masked_or_dropped(
@@ -201,17 +202,12 @@ def test_what_the_token_limit_cut_off_is_kept_masked_or_dropped(
 ) -> None:
     """The limit cut a trained agent's call of `a` off; that of `c` is another agent's."""
     cut = make.choice(finish_reason=FinishReason.LENGTH)
-    calls = {
-        "a": [make.call(0, rollout="a", agent="solver"), make.call(1, cut, rollout="a", agent="solver")],
-        "b": [make.call(0, rollout="b", agent="solver")],
-        "c": [make.call(i, rollout="c", agent="solver") for i in (0, 1)]
-        + [make.call(2, cut, rollout="c", agent="judge")],
-    }
-    built = [
-        replace(build_episode(make.rollout(name), make.attempt(name), of), terminal=1.0) for name, of in calls.items()
-    ]
+    rollouts = {name: [make.call(i, rollout=name, agent="solver") for i in range(2)] for name in "abc"}
+    rollouts["a"][1] = make.call(1, cut, rollout="a", agent="solver")
+    rollouts["c"].append(make.call(2, cut, rollout="c", agent="judge"))
+    group = [built(name, calls) for name, calls in rollouts.items()]
 
-    step = make_batches([built], BatchPlan(IDENTICAL, ["solver"], truncated=truncated))
+    step = make_batches([group], BatchPlan(IDENTICAL, ["solver"], truncated=truncated))
 
     assert Counter(key.rollout for key in step.batches["default"].keys) == trained
     assert step.episodes_dropped == dropped
@@ -221,13 +217,9 @@ def test_what_the_token_limit_cut_off_is_kept_masked_or_dropped(
 
 def conversation(name: str, terminal: float) -> Episode:
     """A writer, a critic and an editor by turns; writer and editor have one policy, the critic its own."""
-    agents = ["writer", "critic", "editor", "critic"]
-    policies = ["author", "judge", "author", "judge"]
-    calls = [
-        make.call(i, rollout=name, agent=agent, policy=policy)
-        for i, (agent, policy) in enumerate(zip(agents, policies, strict=True))
-    ]
-    return replace(build_episode(make.rollout(name), make.attempt(name), calls), terminal=terminal)
+    turns = [("writer", "author"), ("critic", "judge"), ("editor", "author"), ("critic", "judge")]
+    calls = [make.call(i, rollout=name, agent=agent, policy=policy) for i, (agent, policy) in enumerate(turns)]
+    return built(name, calls, terminal)
 
 
 def numbered(episodes: Sequence[Episode]) -> list[list[float]]:
@@ -236,39 +228,26 @@ def numbered(episodes: Sequence[Episode]) -> list[list[float]]:
     return [[100.0 * total + i for i in range(len(episode.transitions))] for episode in episodes]
 
 
-def test_each_policy_is_credited_by_its_own_rule_over_the_whole_group() -> None:
-    groups = [[conversation("a", 1.0), conversation("b", 0.0)]]
-    credit = {
-        "author": PolicyCredit("identical", identical, CreditKind.RETURN),
-        "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
-    }
-    batches = make_batches(groups, BatchPlan(credit)).batches
-    assert list(batches) == ["author", "judge"]
-    assert batches["author"].values_N.tolist() == [1.0, 1.0, 0.0, 0.0]
-    assert batches["author"].turn_N.tolist() == [0, 2, 0, 2]
-    assert batches["judge"].values_N.tolist() == [801.0, 803.0, 801.0, 803.0]
-    assert batches["judge"].turn_N.tolist() == [1, 3, 1, 3]
-
-
-def test_a_policy_may_take_rewards_and_another_returns() -> None:
+def test_each_policy_takes_rewards_or_returns_by_its_own_rule_over_the_whole_group() -> None:
     credit = {
         "author": PolicyCredit("numbered", numbered, CreditKind.REWARD),
-        "judge": PolicyCredit("numbered", numbered, CreditKind.RETURN),
+        "judge": PolicyCredit("identical", identical, CreditKind.RETURN),
     }
-    groups = [[conversation("a", 1.0)]]
+    groups = [[conversation("a", 1.0), conversation("b", 0.0)]]
     batches = make_batches(groups, BatchPlan(credit)).batches
-    author, judge = batches["author"], batches["judge"]
+    assert list(batches) == ["author", "judge"]
+    author, judge = batches.values()
     assert (author.kind, judge.kind) == (CreditKind.REWARD, CreditKind.RETURN)
     # What the judge earns comes to the author's call before it, and not the other way round.
-    assert author.values_N.tolist() == [400.0 + 401.0, 402.0 + 403.0]
-    assert judge.values_N.tolist() == [401.0, 403.0]
+    assert author.values_N.tolist() == [800.0 + 801.0, 802.0 + 803.0] * 2
+    assert judge.values_N.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert (author.turn_N.tolist(), judge.turn_N.tolist()) == ([0, 2, 0, 2], [1, 3, 1, 3])
     # A policy whose agents are not trained has no batch, and its credit is recorded.
     prepared = make_batches(groups, BatchPlan(credit, ["writer", "ed*"]))
     assert list(prepared.batches) == ["author"]
-    assert [(record.call, record.credit, record.dropped) for record in prepared.dropped] == [
-        ("a-c1", 401.0, DropReason.UNTRAINED_AGENT),
-        ("a-c3", 403.0, DropReason.UNTRAINED_AGENT),
-    ]
+    untrained = [(f"{name}-c{turn}", value) for name, value in (("a", 1.0), ("b", 0.0)) for turn in (1, 3)]
+    assert [(record.call, record.credit) for record in prepared.dropped] == untrained
+    assert {record.dropped for record in prepared.dropped} == {DropReason.UNTRAINED_AGENT}
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_a_rollout_that_went_as_it_should() -> None:
         (built(reply(""), prefix_broken=PrefixBreak.REQUEST), Symptom.EMPTY_ANSWER),
         (built(reply("hi"), prompt_ids=np.arange(3), request=asks("one two three four")), Symptom.PROMPT_CUT),
         (built(reply("hi"), prompt_ids=np.arange(3), request=asks("x" * 512)), Symptom.PROMPT_CUT),
+        (replace(built(reply("hi")), dropped=DropReason.REWARD_FAILED), Symptom.REWARD_FAILED),
     ],
 )  # fmt: skip
 def test_symptoms(episode: Episode, symptom: Symptom) -> None:
@@ -101,10 +102,6 @@ def test_structured_output_by_a_tool_is_an_answer_and_not_a_tool_without_a_resul
         calls = [make.call(0, ASKS, request=request), make.call(1, make.choice(tool_calls=["c2"]), request=goes_on)]
         again = build_episode(make.rollout(), make.attempt(), calls)
         assert health_of(again).missing == (Evidence.TOOL_RESULTS,), "the first was no answer: the agent went on"
-
-
-def test_a_reward_rule_that_raised() -> None:
-    assert health_of(replace(built(reply("hi")), dropped=DropReason.REWARD_FAILED)).symptoms == (Symptom.REWARD_FAILED,)
 
 
 @pytest.mark.parametrize(

@@ -103,19 +103,6 @@ async def test_a_rule_that_fails_drops_the_episode_unless_it_only_measures(
     assert set(error.__notes__) == {"The reward rule 'bad' failed on rollout r."}
 
 
-async def test_what_rules_wait_for_is_waited_for_together(episode: Episode) -> None:
-    here = asyncio.Barrier(3)
-
-    async def met(e: Episode) -> float:
-        async with asyncio.timeout(30):
-            await here.wait()  # Nobody goes on before all three are here.
-        return float(e.member)
-
-    episodes = [replace(episode, member=member) for member in range(3)]
-    scored = await score_all(episodes, [ScoringRule("met", met)], SCORE)
-    assert [one.terminal for one, _ in scored] == [0.0, 1.0, 2.0]
-
-
 async def test_a_service_gets_a_few_requests_at_a_time_and_no_rule_waits_for_another(episode: Episode) -> None:
     open_now, most, here = 0, 0, asyncio.Barrier(16)
 
@@ -125,7 +112,7 @@ async def test_a_service_gets_a_few_requests_at_a_time_and_no_rule_waits_for_ano
         most = max(most, open_now)
         await here.wait()  # Nobody goes on before sixteen are here.
         open_now -= 1
-        return 1.0
+        return float(e.member)
 
     free, begun = asyncio.Event(), threading.Semaphore(0)
 
@@ -138,8 +125,9 @@ async def test_a_service_gets_a_few_requests_at_a_time_and_no_rule_waits_for_ano
         free.set()
         return 1.0
 
-    scored = await score_all([episode] * 48, [ScoringRule("asks", asks, time_limit=30)], SCORE)
-    assert ({one.terminal for one, _ in scored}, most) == ({1.0}, 16)
+    members = [replace(episode, member=member) for member in range(48)]
+    scored = await score_all(members, [ScoringRule("asks", asks, time_limit=30)], SCORE)
+    assert ([one.terminal for one, _ in scored], most) == ([*range(48)], 16)
     stuck = asyncio.create_task(score_all([episode] * 40, [ScoringRule("stuck", is_stuck, time_limit=30)], SCORE))
     for _ in range(16):
         assert await asyncio.to_thread(begun.acquire, timeout=30)
@@ -172,12 +160,9 @@ async def test_the_table_of_endings_decides_before_any_rule(episode: Episode) ->
 
 
 def test_reported_sums_what_the_agent_said_and_is_silent_without(episode: Episode) -> None:
-    rewards = [Reward("r", 0, name, value, source) for name, value, source in REPORTED]
-    assert reported(replace(episode, rewards=tuple(rewards))) == 0.75
+    rewards = [("a", 0.25, "agent"), ("b", 0.5, "agent"), ("c", 9.0, "rule")]
+    assert reported(replace(episode, rewards=tuple(Reward("r", 0, *reward) for reward in rewards))) == 0.75
     assert reported(episode) is None
-
-
-REPORTED = [("a", 0.25, "agent"), ("b", 0.5, "agent"), ("c", 9.0, "rule")]
 
 
 class TestGroupRules:

@@ -44,21 +44,16 @@ async def test_a_json_value_comes_back(text: str, value: Any) -> None:
         assert await run_sandboxed(evaluated, text) == value
 
 
-async def test_an_evaluation_leaves_nothing_for_the_next() -> None:
-    replaced = f"setattr(__import__('sys').modules['{__name__}'], 'evaluated', lambda text: 1.0)"
-    assert await run_sandboxed(evaluated, replaced) is None
-    assert await run_sandboxed(evaluated, "2") == 2
-
-
-async def test_what_is_prepared_is_there_each_time() -> None:
-    seen = f"__import__('sys').modules['{__name__}'].SEEN"
+async def test_an_evaluation_leaves_nothing_for_the_next_but_what_is_prepared_is_there_each_time() -> None:
+    module = f"__import__('sys').modules['{__name__}']"
     for _ in range(2):
-        assert "once" in await run_sandboxed(evaluated, seen, prepare=(remembered, "once"))
+        assert await run_sandboxed(evaluated, f"setattr({module}, 'evaluated', lambda text: 1.0)") is None
+        assert "once" in await run_sandboxed(evaluated, f"{module}.SEEN", prepare=(remembered, "once"))
 
 
-async def test_keys_are_not_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    assert "OPENAI_API_KEY" not in await run_sandboxed(evaluated, "dict(__import__('os').environ)")
+async def test_no_key_is_in_its_environment() -> None:
+    given = {"PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
+    assert set(await run_sandboxed(evaluated, "[*__import__('os').environ]")) <= given
 
 
 @ON_LINUX
@@ -119,11 +114,11 @@ async def test_what_a_parent_has_open_is_closed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("9**9**9**9", "longer than 0.5 seconds"),
-        ("[None for _ in iter(int, 1)]", "longer than 0.5 seconds|out of memory"),
-        ("__import__('time').sleep(1000)", "longer than 0.5 seconds"),
-        (f"__import__('re').match('(a|a)*b', {'a' * 40!r})", "longer than 0.5 seconds"),
-        ("__import__('signal').pthread_sigmask(0, range(1, 64)) or 9**9**9**9", "longer than 0.5 seconds"),
+        ("9**9**9**9", "longer than 0.1 seconds"),
+        ("[None for _ in iter(int, 1)]", "longer than 0.1 seconds|out of memory"),
+        ("__import__('time').sleep(1000)", "longer than 0.1 seconds"),
+        (f"__import__('re').match('(a|a)*b', {'a' * 40!r})", "longer than 0.1 seconds"),
+        ("__import__('signal').pthread_sigmask(0, range(1, 64)) or 9**9**9**9", "longer than 0.1 seconds"),
         pytest.param("bytearray(1 << 40)", "out of memory", marks=ON_LINUX),
         ("'x' * (2 << 20)", "returned more than"),
         ("__import__('os')._exit(0)", "its process ended"),
@@ -135,7 +130,7 @@ async def test_what_a_parent_has_open_is_closed(tmp_path: Path) -> None:
 )
 async def test_what_exceeds_a_limit_is_ended(text: str, why: str) -> None:
     with pytest.raises(SandboxLimitError, match=why):
-        await run_sandboxed(evaluated, text, seconds=0.5)
+        await run_sandboxed(evaluated, text, seconds=0.1 if "longer" in why else 10.0)
 
 
 async def test_an_exception_is_told_and_so_is_a_function_that_is_not_there() -> None:

@@ -61,13 +61,6 @@ def test_an_answer_is_counted_once_though_every_later_request_repeats_it() -> No
     assert (statuses(episode), episode.unjoined) == (["ok"], ())
 
 
-def test_what_an_adapter_reported_wins() -> None:
-    reported = make.tool_result("o", "a", status=ToolStatus.TIMEOUT)
-    episode = episode_asking(["a", "b"], answer("a"), answer("b"), reported=(reported,))
-    assert statuses(episode) == ["timeout", "ok"]
-    assert episode.transitions[0].tool_results[0] == replace(reported, arguments={}, agent="solver")
-
-
 def test_an_tool_result_that_joins_by_span_speaks_for_the_whole_response() -> None:
     reported = make.tool_result("o", None, parent_span="s", status=ToolStatus.ERROR)
     episode = episode_asking(["a", "b"], answer("a"), answer("b"), reported=(reported,))
@@ -250,8 +243,7 @@ def joined(ids: list[str], *reports: ToolResult) -> list[str]:
 
 
 def report(name: str, tool_call_id: str | None, adapter: str | None, **more: Any) -> ToolResult:
-    tool_result: ToolResult = make.tool_result(name, tool_call_id, adapter=adapter, **more)
-    return tool_result
+    return make.tool_result(name, tool_call_id, adapter=adapter, **more)
 
 
 def test_an_adapter_goes_before_spans_and_these_before_messages() -> None:
@@ -356,8 +348,7 @@ class Conversation:
         return call, result
 
     def end(self, sequence: int) -> Call:
-        call: Call = make.call(sequence, request={"messages": list(self.messages)}, **self._call)
-        return call
+        return make.call(sequence, request={"messages": list(self.messages)}, **self._call)
 
 
 @given(speakers=st.lists(st.sampled_from("abc"), min_size=1, max_size=8))
@@ -367,12 +358,6 @@ def test_the_conversation_shows_which_call_an_answer_is_of(speakers: list[str]) 
     last = [conversation.end(len(speakers) + number) for number, conversation in enumerate(conversations.values())]
     joined = results(episode([*(call for call, _ in turns), *last]))
     assert joined == [[result] for _, result in turns] + [[]] * len(last)
-
-
-def test_an_answer_to_one_conversation_is_none_to_another_that_waits() -> None:
-    a, b = Conversation("a"), Conversation("b")
-    calls = [a.ask(0)[0], b.ask(1)[0], b.ask(2)[0], b.end(3)]
-    assert results(episode(calls)) == [[], ["b 0"], ["b 1"], []]
 
 
 def test_where_a_request_does_not_show_what_asked_the_latest_call_is_answered() -> None:

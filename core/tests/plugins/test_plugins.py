@@ -74,11 +74,11 @@ def clean_imports() -> Iterator[None]:
             del sys.modules[name]
 
 
-def test_a_file_brings_its_rules_and_hooks_once(tmp_path: Path) -> None:
+def test_a_file_brings_its_rules_and_hooks_once_also_if_it_is_installed_too(tmp_path: Path) -> None:
     (tmp_path / "lies_beside.py").write_text("LIMIT = 3")
     (file := tmp_path / "my_rewards.py").write_text(f"{PLUGIN}\nimport lies_beside\n")
     (another := tmp_path / "another.py").write_text("from my_rewards import shortness\n")
-    plugins = Plugins.load([file, file, another])
+    plugins = Plugins.load([file, file, another, Path(builtin.__file__)])
 
     rule = plugins.component(kinds.REWARD, "shortness", "[rewards]")
     seen: list[tuple[str, int]] = []
@@ -88,6 +88,7 @@ def test_a_file_brings_its_rules_and_hooks_once(tmp_path: Path) -> None:
     episode = SimpleNamespace(result="abc")
     assert [rule.build(rule.options(limit=limit))(episode) for limit in (2, 3)] == [0.0, 1.0]
     assert seen == [("default", 3)]
+    assert plugins.component(kinds.CREDIT, "identical", "here").origin.startswith("agl-core ")
 
 
 def test_two_of_one_name_are_refused_where_one_of_them_is_wanted() -> None:
@@ -98,32 +99,25 @@ def test_two_of_one_name_are_refused_where_one_of_them_is_wanted() -> None:
         plugins.components(kinds.ENGINE)
 
 
+class Misspelt:
+    @agl_core.hookimpl
+    def register_engine(self, register: Register) -> None: ...
+
+
 @pytest.mark.parametrize(
-    ("kind", "declared", "message"),
+    ("plugin", "message"),
     [
-        (kinds.CREDIT, {}, r"credit 'mine' must say what its values are: yields="),
-        (kinds.ENGINE, {"colour": "red"}, "unexpected keyword argument 'colour'"),
+        (OneComponent(kinds.CREDIT, "mine", build_engine), "credit 'mine' must say what its values are: yields="),
+        (OneComponent(kinds.ENGINE, "mine", build_engine, colour="red"), "unexpected keyword argument 'colour'"),
+        (Misspelt(), "register_engine"),
     ],
+    ids=["undeclared", "unknown", "misspelt hook"],
 )
-def test_what_a_kind_cannot_declare_or_has_to_is_said(kind: kinds.Kind, declared: dict[str, Any], message: str) -> None:
-    with pytest.raises(PluginError, match=rf"plugin0\.py cannot be used: TypeError: .*{message}"):
-        plugins_with(OneComponent(kind, "mine", build_engine, **declared))
-
-
-def test_a_misspelt_hook_is_refused_and_leaves_nothing_behind() -> None:
-    class Misspelt:
-        @agl_core.hookimpl
-        def register_engine(self, register: Register) -> None: ...
-
+def test_what_cannot_be_used_is_refused_and_leaves_nothing_behind(plugin: object, message: str) -> None:
     plugins = Plugins()
-    with pytest.raises(PluginError, match=r"plugin here cannot be used: .*register_engine"):
-        plugins.register(Misspelt(), "here")
+    with pytest.raises(PluginError, match=f"plugin here cannot be used: .*{message}"):
+        plugins.register(plugin, "here")
     plugins.register(OneComponent(kinds.ENGINE, "mine", build_engine), "here")
-
-
-def test_a_file_that_is_installed_too_is_one_plugin() -> None:
-    plugins = Plugins.load([Path(builtin.__file__)])
-    assert plugins.component(kinds.CREDIT, "identical", "here").origin.startswith("agl-core ")
 
 
 @pytest.mark.parametrize(
@@ -350,17 +344,12 @@ class TestIsolatedRules:
 
 
 def test_rules_declare_what_they_yield_and_need() -> None:
-    @agl_core.credit_rule(kind=[CreditKind.REWARD, CreditKind.RETURN])
-    def nothing(episodes: Sequence[Episode]) -> list[list[float]]:
+    def rule(episodes: Sequence[Episode]) -> list[Any]:
         return []
 
-    @agl_core.group_reward_rule
-    def ranks(episodes: Sequence[Episode]) -> list[float]:
-        return []
-
-    rule = component_of(kinds.REWARD, ranks, "ranks")
-    assert rule.needs == {Capability.GROUPS}
-    assert component_of(kinds.CREDIT, nothing, "nothing").yields == {CreditKind.REWARD, CreditKind.RETURN}
+    both = [CreditKind.REWARD, CreditKind.RETURN]
+    assert component_of(kinds.REWARD, agl_core.group_reward_rule(rule), "rule").needs == {Capability.GROUPS}
+    assert component_of(kinds.CREDIT, agl_core.credit_rule(kind=both)(rule), "rule").yields == {*both}
 
 
 def test_an_algorithm_is_a_class_with_its_settings_as_keywords_or_as_a_model() -> None:
