@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -122,11 +121,6 @@ async def test_agents_of_the_users_own_classes(stack: Any, clients: Any, attempt
     assert await attempt.agents() == [None, "early", "later", "direct", None]
 
 
-@dataclass
-class Ask:
-    text: str
-
-
 class Worker(RoutedAgent):
     """An agent of AutoGen's core, whose tools another agent runs."""
 
@@ -135,12 +129,12 @@ class Worker(RoutedAgent):
         self._client, self._tools = client, tools
 
     @rpc
-    async def handle(self, message: Ask, ctx: MessageContext) -> str:
+    async def handle(self, message: UserMessage, ctx: MessageContext) -> str:
         messages = await tool_agent_caller_loop(
             self,
             tool_agent_id=AgentId("toolbox", self.id.key),
             model_client=self._client,
-            input_messages=[UserMessage(content=message.text, source="user")],
+            input_messages=[message],
             tool_schema=self._tools,
         )
         return str(messages[-1].content)
@@ -158,16 +152,19 @@ async def test_a_runtime_shared_by_rollouts_whose_agents_have_another_one_run_th
     )
     attempts = [await stack.attempt() for _ in range(3)]
 
+    async def ask(text: str) -> Any:
+        return await runtime.send_message(UserMessage(content=text, source="user"), AgentId("worker", "default"))
+
     async def one(attempt: Any) -> None:
         with attempt.running():
-            assert await runtime.send_message(Ask(attempt.key.rollout), AgentId("worker", "default")) == "3"
+            assert await ask(attempt.key.rollout) == "3"
 
     with attempts[0].running():
         runtime.start()
     await asyncio.gather(*map(one, attempts))
     # It belongs to no rollout, although the runtime's task was started in one.
     with pytest.raises(openai.AuthenticationError, match="a key of its own"):
-        await runtime.send_message(Ask("outside"), AgentId("worker", "default"))
+        await ask("outside")
     await runtime.stop()
     for attempt in attempts:
         first, second = (await attempt.close()).transitions

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import agents
@@ -18,7 +19,6 @@ from agents import Agent, GuardrailFunctionOutput, RunConfig, RunContextWrapper,
 from agents.mcp import MCPServerStdio
 from agents.models import _openai_shared, openai_provider
 from agents.tracing import processors, setup
-from agents.tracing.processor_interface import TracingExporter
 from running_servers import attempt_maker, scripted_server  # noqa: F401
 from testing_aids import run_python
 
@@ -30,22 +30,12 @@ from agl_openai_agents import AglProcessor, runs
 from agl_server.testing import no_problems  # noqa: F401
 
 
-class Exports(TracingExporter):
-    """Takes what the SDK's default processor would send to its vendor."""
-
-    def __init__(self) -> None:
-        self.items: list[Any] = []
-
-    def export(self, items: list[Any]) -> None:
-        self.items += items
-
-
 @pytest.fixture(autouse=True)
-def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exports]:
-    """The SDK as it is before anything has touched it, except that nothing leaves this machine; what attaches in
-    the test is undone."""
-    exports = Exports()
-    processor = processors.BatchTraceProcessor(exports)
+def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What the SDK's default processor would send to its vendor. Otherwise the SDK is as it is before anything has
+    touched it; what attaches in the test is undone."""
+    exports: list[Any] = []
+    processor = processors.BatchTraceProcessor(SimpleNamespace(export=exports.extend))
     monkeypatch.setattr(processors, "_global_processor", processor)
     monkeypatch.setattr(setup, "GLOBAL_TRACE_PROVIDER", None)
     monkeypatch.setattr(openai_provider, "_http_client", None)
@@ -59,7 +49,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exports]:
 
 
 @pytest.fixture
-def attached(exports: Exports) -> None:
+def attached(exports: list[Any]) -> None:
     agl_core.attach()
 
 
@@ -306,7 +296,7 @@ async def test_outside_rollouts_it_goes_on_as_before(run: Any, attempt: Any, exp
         """The SDK's default processor has sent this so far, after one more run."""
         await run(named("solver"))
         agents.flush_traces()
-        return len(exports.items)
+        return len(exports)
 
     before = await sent()
     agl_core.attach()
@@ -334,7 +324,7 @@ def test_a_module_of_the_users_own_that_is_called_agents(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def processor(exports: Exports) -> AglProcessor:
+def processor(exports: list[Any]) -> AglProcessor:
     processor = AglProcessor()
     agents.add_trace_processor(processor)
     return processor

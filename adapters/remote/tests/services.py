@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import openai
 import uvicorn
@@ -40,17 +40,11 @@ async def ask_model(attempt: dict[str, Any], text: str) -> str:
     return str(reply.choices[0].message.content)
 
 
-class Rolled(NamedTuple):
-    result: Json
-    rewards: dict[str, float]
-    calls: list[Call]
-
-
-async def roll_out(stack: Stack, agent: RemoteAgent, task: Json) -> Rolled:
-    """Call the agent as a worker does."""
+async def roll_out(stack: Stack, agent: RemoteAgent, task: Json) -> tuple[Json, dict[str, float], list[Call]]:
+    """The result, the rewards and the calls of an agent that is called as a worker does it."""
     attempt = await stack.attempt()
     context = AgentContext("t", "train", *attempt.key, Mode.TRAIN, stack.url(attempt.key), stack.key(attempt.key))
     with attempt.running():
         result = await agent(task, context)
     rewards = {reward.name: reward.value for reward in attempt.active.recording.rewards}
-    return Rolled(result, rewards, await attempt.calls())
+    return result, rewards, await attempt.calls()

@@ -118,8 +118,8 @@ async def test_an_a2a_agent_answers_with_a_message_or_a_task(stack: Stack) -> No
 
     async with at(solve) as url:
         for kind in answers:
-            rolled = await roll_out(stack, RemoteAgent(url, protocol="a2a"), {"kind": kind})
-            assert (rolled.result, rolled.rewards, len(rolled.calls)) == ("four", {"reward": 1}, 1)
+            result, rewards, calls = await roll_out(stack, RemoteAgent(url, protocol="a2a"), {"kind": kind})
+            assert (result, rewards, len(calls)) == ("four", {"reward": 1}, 1)
 
 
 async def test_what_an_a2a_agent_does_wrong_is_said(stack: Stack) -> None:

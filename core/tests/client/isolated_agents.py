@@ -37,23 +37,22 @@ def solve(task: Any, context: AgentContext) -> Any:
     return globals()[task.pop("does")](**task)
 
 
-async def ask(context: AgentContext) -> None:
-    headers = {"Authorization": f"Bearer {context.api_key}"}
-    async with httpx.AsyncClient(headers=headers, timeout=30) as client:
-        (await client.post(f"{context.base_url}/chat/completions", json=CALL)).raise_for_status()
+async def ask(base_url: str, key: str = "anything") -> None:
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=30) as client:
+        (await client.post(f"{base_url}/chat/completions", json=CALL)).raise_for_status()
 
 
 async def block(file: str, context: AgentContext) -> int:
     """Hold the event loop up until there is this file."""
-    await ask(context)
+    await ask(context.base_url, context.api_key)
     while file and not os.path.exists(file):  # noqa: ASYNC240
         time.sleep(0.02)  # noqa: ASYNC251
     return os.getpid()
 
 
-async def meet(file: str, context: AgentContext) -> Any:
+async def meet(file: str) -> Any:
     """Wait, in the first attempt, until the test says to go on; tell the process and its keys."""
-    await ask(context)
+    await ask(os.environ["OPENAI_BASE_URL"])
     logging.getLogger("an.agent").warning("%s met", os.getpid())
     with open(file, "a") as pids:  # noqa: ASYNC230
         pids.write(f"{os.getpid()}\n")

@@ -42,21 +42,17 @@ async def run(workplace: Any, tmp_path: Path, code: str, *tasks: Any) -> Any:
     return await workplace.run(runner, list(tasks))
 
 
-PRINTED = (
-    (["thinking", '{"answer": [5]}', ""], {"answer": [5]}),
-    (["0.5"], 0.5),
-    (["The answer\nis five."], "The answer\nis five."),
-    (["NaN"], "NaN"),
-    ([""], None),
-    (["…\n7"], 7),
-)
-"""Texts that a command prints, and its result."""
-
-
 async def test_the_result_is_what_it_printed_last(workplace: Any, tmp_path: Path) -> None:
-    code = "for text in task: print(text.replace('…', 'ä' * 100_000))"
-    ended = await run(workplace, tmp_path, code, *(texts for texts, _ in PRINTED))
-    for (_, result), (rollout, attempt) in zip(PRINTED, ended, strict=True):
+    printed = {
+        'thinking\n{"answer": [5]}\n': {"answer": [5]},
+        "0.5": 0.5,
+        "The answer\nis five.": "The answer\nis five.",
+        "NaN": "NaN",
+        "": None,
+        "…\n7": 7,
+    }
+    ended = await run(workplace, tmp_path, "print(task.replace('…', 'ä' * 100_000))", *printed)
+    for result, (rollout, attempt) in zip(printed.values(), ended, strict=True):
         assert (rollout.ending, attempt.result) == (Ending.FINISHED, result)
         assert not await workplace.stack.store.rewards([attempt.key])
         assert len(await workplace.stack.store.calls([attempt.key])) == 1
@@ -186,7 +182,7 @@ exec(task)
 """
     written = "\n".join(f"open('{number}.jsonl', 'w').write({line!r})" for number, line in enumerate(ODD))
     # Its own folder, deeper than Python calls.
-    deep = f"os.chdir({str(Path('..') / 'work')!r})\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')"
+    deep = f"os.chdir({str(Path('..') / 'work')!r})\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')"
     actions = [*ACTS, written, deep]
     ended = await run(workplace, tmp_path, code, *actions)
     for action, (rollout, attempt) in zip(actions, ended, strict=True):

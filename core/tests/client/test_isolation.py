@@ -17,7 +17,6 @@ import pytest
 from running_servers import run_worker
 
 from agl_core.capture import Recording
-from agl_core.client import processes as processes_module
 from agl_core.client.local import choose_runner, workers_beside
 from agl_core.client.processes import ProcessPerAttempt
 from agl_core.config.models import AgentSection, UntrainedConfig, WorkerSection
@@ -52,16 +51,6 @@ def processes(workplace: Any, entry: str = "isolated_agents:solve", folder: Path
     return ProcessPerAttempt(entry, folder, base_url=workplace.stack.server.base_url, **options)
 
 
-def children() -> list[psutil.Process]:
-    """The processes that this one has started and that live; those that end meanwhile may be left out."""
-    living = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE:
-                living.append(child)
-    return living
-
-
 def noted(pids: Path) -> list[int]:
     return [int(line) for line in pids.read_text().split()] if pids.exists() else []
 
@@ -71,6 +60,11 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def children() -> list[psutil.Process]:
+    """The processes that this one has started and that live."""
+    return [child for child in psutil.Process().children() if is_alive(child.pid)]
 
 
 async def test_each_attempt_has_a_process_an_empty_folder_a_state_and_randomness_of_its_own(
@@ -223,7 +217,7 @@ async def test_a_tool_that_stops_what_starts_processes_holds_nothing_up(
 async def test_a_process_that_is_slow_to_exit_has_exited_when_its_attempt_is_cancelled(
     workplace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes_module, "EXIT_GRACE", 0.1)
+    monkeypatch.setattr("agl_core.client.processes.EXIT_GRACE", 0.1)
     file, runner, others = tmp_path / "told", processes(workplace), children()
     assignment = await workplace.lease({"does": "end_when_told", "file": str(file)})
     running = asyncio.create_task(runner.run(assignment, workplace.stack.server.base_url, Recording()))

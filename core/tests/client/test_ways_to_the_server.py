@@ -118,15 +118,12 @@ def test_a_key_may_have_what_a_header_may(config: Any, monkeypatch: pytest.Monke
 
 
 HERE = Path(__file__).parent
-NOBODY = "http://127.0.0.1:9"
-"""An address at which no proxy listens."""
 
 
 @pytest.fixture(autouse=True)
 def bogus_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.setenv(name, NOBODY)
-        monkeypatch.setenv(name.lower(), NOBODY)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # Nobody listens there.
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
 

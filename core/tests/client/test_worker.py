@@ -15,7 +15,6 @@ import openai
 import pytest
 
 from agl_core.capture import Recording
-from agl_core.client import agent as agent_module
 from agl_core.client.agent import AgentContext, AttemptEnd, TaskPerAttempt, closing, crashed
 from agl_core.client.local import choose_runner
 from agl_core.client.processes import CommandPerAttempt, ProcessPerAttempt
@@ -39,8 +38,6 @@ from agl_server.testing import until
 from .road import as_tasks, ask
 
 HERE = Path(__file__).parent
-
-QUICK = pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
 
 
 async def test_whatever_an_agent_does_ends_its_attempt_with_a_type_and_is_not_tried_again(workplace: Any) -> None:
@@ -66,7 +63,7 @@ async def test_whatever_an_agent_does_ends_its_attempt_with_a_type_and_is_not_tr
 
 
 @pytest.mark.timing
-@QUICK
+@pytest.mark.parametrize("workplace", [{"timeout": 6.0, "attempts": 1}], indirect=True)
 async def test_agents_whose_time_is_up_are_cancelled_and_others_go_on(
     workplace: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,9 +143,9 @@ async def test_an_agent_that_blocks_the_event_loop_is_told_once_with_what_to_set
     workplace: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_busy: bool
 ) -> None:
     flag = tmp_path / "go on"
-    monkeypatch.setattr(agent_module, "_MAX_BLOCKED", 0.2)
+    monkeypatch.setattr("agl_core.client.agent._MAX_BLOCKED", 0.2)
     if is_busy:  # All time that passes, others had the CPU.
-        monkeypatch.setattr(agent_module, "_seconds_without_cpu", time.monotonic)
+        monkeypatch.setattr("agl_core.client.agent._seconds_without_cpu", time.monotonic)
     config = UntrainedConfig(config_version=1, folder=HERE, agent=AgentSection(entry="isolated_agents:block"))
     runner = choose_runner(config, Plugins(), workplace.stack.server.base_url)
     with caplog.at_level(logging.WARNING):

@@ -135,17 +135,13 @@ async def test_a_service_gets_a_few_requests_at_a_time_and_no_rule_waits_for_ano
     assert {one.terminal for one, _ in await stuck} == {1.0}
 
 
-class SilentError(Exception):
-    """As httpx raises ConnectTimeout, without a text."""
-
-
 async def test_the_text_of_a_failure_has_type_and_line_also_in_an_installed_package(
     episode: Episode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agl_core.errors._INSTALLED", (str(Path(__file__).parent),))
-    _, [error] = await score(episode, [ScoringRule("bad", raising(SilentError()))], SCORE)
+    _, [error] = await score(episode, [ScoringRule("bad", raising(LookupError()))], SCORE)
     line = rf"{re.escape(__file__)}:\d+: raise error"
-    assert re.fullmatch(rf"The reward rule 'bad' failed on rollout r\. SilentError \({line}\)", failure_text(error))
+    assert re.fullmatch(rf"The reward rule 'bad' failed on rollout r\. LookupError \({line}\)", failure_text(error))
 
 
 async def test_the_table_of_endings_decides_before_any_rule(episode: Episode) -> None:

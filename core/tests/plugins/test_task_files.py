@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pyarrow as pa
@@ -26,7 +27,7 @@ from agl_core.config.resolve import ChosenComponent
 from agl_core.errors import ConfigError
 from agl_core.kinds import Component, NoOptions
 from agl_core.plugins import Plugins
-from agl_core.protocols import TaskSource
+from agl_core.protocols import RecordedTasks, TaskSource
 from agl_core.testing import episodes as make
 from agl_core.types import Task
 from agl_server.builtin.tasks import Mixture
@@ -192,20 +193,6 @@ class Numbers:
         return Task(str(index), index, metadata={"number": index})
 
 
-class Misnamed(Numbers):
-    def task(self, index: int) -> Task:
-        raise ConfigError("there is no such dataset")
-
-
-class Recorded(Numbers):
-    without_logprobs = has_preferences = False
-
-    def members(self, index: int) -> int:
-        return 2
-
-    async def groups(self, indices: Any) -> Any: ...
-
-
 def mixture(seed: int = 0, **parts: tuple[float, Any]) -> Mixture:
     """A mixture of these sources by these weights."""
     options = MixtureOptions.model_validate(
@@ -256,9 +243,10 @@ def test_rewards_are_also_by_part() -> None:
     ("source", "problem"),
     [
         (Numbers(0), "The part 'b' of a mixture has no tasks"),
-        (Recorded(2), "The part 'b' of a mixture is of recorded rollouts"),
-        (Misnamed(None), "there is no such dataset"),
+        (mock.Mock(spec=RecordedTasks), "The part 'b' of a mixture is of recorded rollouts"),
+        (mock.Mock(spec=Numbers(None), task=mock.Mock(side_effect=ConfigError("no such data"))), "no such data"),
     ],
+    ids=["empty", "recorded", "not there"],
 )
 def test_a_part_that_cannot_be_mixed_is_named(source: TaskSource, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
