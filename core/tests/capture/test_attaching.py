@@ -113,13 +113,7 @@ def test_http_libraries_imported_later_are_stamped_and_nothing_is_imported_early
         import agl_core
         from agl_core.capture import AttemptContext, Identity, Recording, running
 
-        class Adapter:
-            framework = "colorsys"
-
-            def attach(self):
-                return lambda: Identity("named")
-
-        agl_core.attach([Adapter()])
+        agl_core.attach([agl_core.adapter("colorsys")(lambda: lambda: Identity("named"))])
         early = sorted({"httpx", "httpx2", "torch", "langchain_core", "openai"} & set(sys.modules))
         assert early == [], early
         import colorsys

@@ -235,15 +235,9 @@ PLUGIN = """
     import agl_core
     from agl_core.types import Identity
 
-    class Mine:
-        framework = "my_framework"
-
-        def attach(self):
-            return lambda: Identity("mine")
-
-    @agl_core.hookimpl
-    def register_components(register):
-        register(agl_core.kinds.ADAPTER, "mine", lambda options: Mine(), doc="Mine.")
+    @agl_core.adapter("my_framework")
+    def mine():
+        return lambda: Identity("mine")
 """
 
 
