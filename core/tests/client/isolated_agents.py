@@ -45,7 +45,7 @@ async def ask(base_url: str, key: str = "anything") -> None:
 async def block(file: str, context: AgentContext) -> int:
     """Hold the event loop up until there is this file."""
     await ask(context.base_url, context.api_key)
-    while file and not os.path.exists(file):  # noqa: ASYNC240
+    while file and not os.path.exists(file):
         time.sleep(0.02)  # noqa: ASYNC251
     return os.getpid()
 
