@@ -246,12 +246,9 @@ class TestAir:
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 
 
-def configurations() -> list[dict[str, Any]]:
-    return [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)]
-
-
 def test_every_reward_table_of_the_page_is_valid() -> None:
-    tables = [table for c in configurations() for table in c.get("rewards", {}).items()]
+    configurations = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    tables = [table for config in configurations for table in config.get("rewards", {}).items()]
     assert len(tables) >= 6
     for name, table in tables:
         settings = {key: value for key, value in table.items() if key not in ("rule", "weight")}

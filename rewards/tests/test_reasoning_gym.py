@@ -23,8 +23,7 @@ from agl_rewards.reasoning import ReasoningGymRule
 
 def tasks(seed: int = 0, **options: Any) -> TaskSource:
     component = Plugins.load().component(kinds.TASK_SOURCE, "reasoning_gym", "[tasks.train] source")
-    built: TaskSource = component.build(component.options(**options), Path(), seed)
-    return built
+    return component.build(component.options(**options), Path(), seed)
 
 
 async def score(task: Task, result: Any, time_limit: float = 60.0) -> float:

@@ -102,8 +102,7 @@ class ScriptedChat:
         return self.served.finish(exchange, Generation(exchange.request, tuple(responses), 3, 5, 7))
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self.model.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def letters(self, text: str, end: str | None = None) -> list[int]:
         """A text one character at a time, as no tokenizer would write it, and the end token (or `end`)."""

@@ -81,8 +81,7 @@ def test_the_choice_that_is_echoed_is_spliced(chat: ScriptedChat) -> None:
 
 
 def broken(chat: ScriptedChat, messages: list[dict[str, Any]], **fields: Any) -> PrefixBreak | None:
-    cause: PrefixBreak | None = chat.ask(messages, "x", **fields)["agl"]["prefix_broken"]
-    return cause
+    return chat.ask(messages, "x", **fields)["agl"]["prefix_broken"]
 
 
 def test_what_cannot_be_spliced_is_tokenised_anew_and_told(chat: ScriptedChat) -> None:
@@ -224,8 +223,6 @@ def test_a_text_has_the_ids_that_were_sampled_for_it(qwen: ServedModel) -> None:
 
     prompt, response = token_ids(chat.served.text, [USER], [], echo(body))
 
-    assert prompt is not None
-    assert response is not None
     assert prompt.tolist() == body["prompt_token_ids"]
     assert response.tolist() == body["choices"][0]["token_ids"]
 
@@ -239,8 +236,6 @@ def test_tool_calls_and_what_follows_them(qwen: ServedModel) -> None:
     for messages, body in (([USER], first), (following, then)):
         prompt, response = token_ids(chat.served.text, messages, [CALCULATOR], echo(body))
 
-        assert prompt is not None
-        assert response is not None
         decoded = qwen.tokenizer.decode
         assert decoded(prompt) == decoded(body["prompt_token_ids"])
         assert decoded(response) == decoded(body["choices"][0]["token_ids"])

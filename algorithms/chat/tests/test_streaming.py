@@ -58,8 +58,7 @@ def added(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     completion = StreamedCompletion("reply")
     for chunk in chunks:
         completion.add(chunk)
-    whole: dict[str, Any] = json.loads(completion.whole())
-    return whole
+    return json.loads(completion.whole())
 
 
 def without(body: dict[str, Any]) -> dict[str, Any]:

@@ -228,6 +228,15 @@ def test_chains_are_exact_and_none_can_be_longer(batch: Batch, data: st.DataObje
             assert not better, "the longest chain goes on"
 
 
+def test_the_longest_chain_goes_on() -> None:
+    calls = [
+        Row(prompt, reply, [-1.0] * len(reply), 0.0)
+        for prompt, reply in (([0], [1, 1]), ([0], [1]), ([0, 1, 1, 2], [3]))
+    ]
+    batch = replace(batch_of(calls), rollout_N=np.zeros(3, np.int64))
+    assert [chain.tolist() for chain in lineages(batch, np.arange(3))] == [[1], [0, 2]]
+
+
 @given(conversations(), st.integers(1, 4), st.integers(0, 9))
 def test_a_chain_is_of_one_optimizer_step(batch: Batch, count: int, seed: int) -> None:
     everything = np.arange(len(batch))

@@ -159,8 +159,7 @@ def drive(sampler: Sampler, requests: Sequence[Request] = ()) -> dict[str, Gener
 def recomputed(loaded: Loaded, generated: Generation, choice: int = 0) -> np.ndarray:
     """The log-probabilities of a response by one plain forward pass over prompt and response."""
     ids = torch.from_numpy(generated.responses[choice].ids).long()
-    picked: np.ndarray = distributions(loaded, generated, choice).gather(1, ids[:, None])[:, 0].numpy()
-    return picked
+    return distributions(loaded, generated, choice).gather(1, ids[:, None])[:, 0].numpy()
 
 
 @torch.inference_mode()

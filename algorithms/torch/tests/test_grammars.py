@@ -169,7 +169,6 @@ def test_calls_instead_of_a_form_are_held_to_the_tools(qwen: Loaded, template: s
     forced = {"response_format": FORMAT, "tools": TOOLS, "tool_choice": "required"}
     assert grammar_of(forced) is None
     grammar = grammar_of({"response_format": FORMAT, "tools": TOOLS})
-    assert grammar is not None
     tokenizer = make_tokenizer(
         "qwen2", {"xml": "<tool_call><function=", "json": '"parameters" ipython'}.get(template, "own")
     )
@@ -260,7 +259,6 @@ def test_the_gradient_under_a_form_is_that_of_finite_differences(
                 parameter += shift * direction
                 values.append(weighted())
             parameter += STEP * direction
-        assert parameter.grad is not None
         expected = float((values[0] - values[1]) / (2 * STEP))
         assert float((parameter.grad * direction).sum()) == pytest.approx(expected, rel=2e-3)
 
@@ -294,13 +292,11 @@ async def test_clients_that_ask_for_a_form_get_it(qwen: Loaded) -> None:
         )
         choice = parsed.choices[0]
         assert isinstance(choice.message.parsed, Sum)
-        assert parsed.model_extra is not None
         assert False in parsed.model_extra["agl"]["choices"][0]["mask"]
         likely = await client.chat.completions.create(
             **more, logprobs=True, top_logprobs=9, extra_body={"guided_choice": ["a", "b"]}
         )
         assert likely.choices[0].message.content in ("a", "b")
-        assert likely.choices[0].logprobs is not None
         assert len(likely.choices[0].logprobs.content[0].top_logprobs) == 2  # type: ignore[index]
         for wrong in ({"guided_regex": "a("}, {"structured_outputs": {"structural_tag": "x"}}, {"guided_json": "{"}):
             with pytest.raises(openai.BadRequestError, match="cannot be enforced"):

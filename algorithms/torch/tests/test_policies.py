@@ -126,8 +126,7 @@ def adapters(loaded: LoadedModel) -> dict[str, int]:
 
 @torch.no_grad()
 def logits(policy: Policy) -> torch.Tensor:
-    logits: torch.Tensor = policy.loaded.model(torch.tensor([[5, 6, 7, 8]])).logits
-    return logits
+    return policy.loaded.model(torch.tensor([[5, 6, 7, 8]])).logits
 
 
 def test_adapters_on_one_base_share_its_tensors_and_nothing_else_their_critics_too(

@@ -110,8 +110,7 @@ def test_a_distortion_that_leaves_nothing_is_none() -> None:
 
 @pytest.fixture(params=["qwen", "llama"])
 def loaded(request: pytest.FixtureRequest) -> Loaded:
-    chosen: Loaded = request.getfixturevalue(request.param)
-    return chosen
+    return request.getfixturevalue(request.param)
 
 
 def mixed_requests(loaded: Loaded, count: int = 14) -> list[Request]:

@@ -78,8 +78,7 @@ class Served:
     def logprobs(self, reply: dict[str, Any], temperature: float = 1.0, choice: int = 0) -> list[float]:
         """[T] of the sampled tokens."""
         ids = torch.tensor(reply["choices"][choice]["token_ids"])[:, None]
-        picked: list[float] = self.distributions(reply, temperature, choice).gather(1, ids)[:, 0].tolist()
-        return picked
+        return self.distributions(reply, temperature, choice).gather(1, ids)[:, 0].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +116,7 @@ async def ask(client: httpx.AsyncClient, messages: list[dict[str, Any]], **field
     body = {"model": "m", "messages": messages, "logprobs": True, "return_token_ids": True, "max_tokens": 24, **fields}
     reply = await client.post("/v1/chat/completions", json=body)
     assert reply.status_code == 200, reply.text
-    answer: dict[str, Any] = reply.json()
-    return answer
+    return reply.json()
 
 
 def reported(reply: dict[str, Any], choice: int = 0) -> list[float]:

@@ -108,8 +108,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
-    chosen: Case = request.param
-    return chosen
+    return request.param
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

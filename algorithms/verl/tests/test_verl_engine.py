@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agl_core.config.sections import LoraSection
 from agl_core.errors import CheckpointError, EngineError
-from agl_core.protocols import EngineContext, PolicySpec
-from agl_core.testing.engines import Row, batch_of
+from agl_core.protocols import PolicySpec
+from agl_core.testing.engines import Row, batch_of, engine_context
 from agl_core.types import Batch
 from agl_torch.loading import load_model
 from agl_verl import environment
@@ -34,17 +34,6 @@ from agl_verl.plugin import VerlEngine
 from agl_verl.rows import gather, lay_out, row_of, spread
 
 SPEC = PolicySpec(model="/m", algorithm="grpo", algorithm_options={"beta": 0})
-
-
-def context(run_dir: Path, *policies: str) -> EngineContext:
-    return EngineContext(
-        run_dir=run_dir,
-        seed=1,
-        policies=dict.fromkeys(policies or ("default",), SPEC),
-        deterministic=False,
-        plugin_files=(),
-        api_key="secret",
-    )
 
 
 def test_versions_that_were_not_tried_are_refused_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +118,7 @@ KNOWN_ERRORS = [
 
 @pytest.mark.parametrize(("text", "part"), KNOWN_ERRORS)
 def test_known_errors_come_with_their_remedy(text: str, part: str, tmp_path: Path) -> None:
-    engine = VerlEngine(VerlOptions(), context(tmp_path))
+    engine = VerlEngine(VerlOptions(), engine_context(tmp_path, "/m"))
     lines = ["what came before", f"(Worker pid=7) {text}", "and what follows it"]
     for log in ([text], lines):
         assert part in (engine.remedy(log, 1) or "")

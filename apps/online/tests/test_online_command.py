@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,7 @@ class Place:
             server.wait()
 
     def listed(self) -> list[dict[str, Any]]:
-        sessions: list[dict[str, Any]] = json.loads(self.run("sessions", "list", "support", "--json"))
-        return sessions
+        return json.loads(self.run("sessions", "list", "support", "--json"))
 
     def say(self, url: str, call: str) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.key('--feedback')}"}
@@ -201,6 +200,7 @@ LEARNING: dict[str, Any] = {
     "online": {"applications": {"shop": 1}},
     "learn": {"sessions_per_step": 4},
 }
+TWO_POLICIES = {"a": {"model": {"path": "."}, "agents": ["a"]}, "b": {"model": {"path": "."}}}
 
 
 def loaded(folder: Path, *overrides: str, **tables: Any) -> Any:
@@ -211,35 +211,24 @@ def loaded(folder: Path, *overrides: str, **tables: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "parts"),
+    ("section", "changes", "parts"),
     [
-        ({"algorithm": {"name": "comparing"}}, ("only one of its kind", "reinforce++ or ppo")),
-        ({"algorithm": {"name": "grpo"}}, ("earlier versions answered", "Set its importance_cap")),
-        ({"async": {"max_staleness": 2}}, ("[async] has no place beside [learn]", "Leave [async] out")),
-        ({"tasks": {"train": LEARNING["tasks"]["train"]}}, ("on held-out tasks", "[tasks.eval]")),
-        ({"eval": {"modes": ["eval-greedy"]}}, ("sampled replies", "'eval-sampled' to eval.modes")),
-        ({"policies": dict.fromkeys("ab", LEARNING["policies"]["default"])}, ("one policy, and there are 2",)),
-        ({"engine": {"name": "poor"}}, ("'poor'", "cannot measure", "Use the engine torch")),
-        ({"rewards": {}}, ("no rule scores any", '[rewards.users] rule = "feedback"')),
+        (learn_section, {"algorithm": {"name": "comparing"}}, ("only one of its kind", "reinforce++ or ppo")),
+        (learn_section, {"algorithm": {"name": "grpo"}}, ("earlier versions answered", "Set its importance_cap")),
+        (learn_section, {"async": {"max_staleness": 2}}, ("[async] has no place beside [learn]", "Leave [async] out")),
+        (learn_section, {"tasks": {"train": LEARNING["tasks"]["train"]}}, ("on held-out tasks", "[tasks.eval]")),
+        (learn_section, {"eval": {"modes": ["eval-greedy"]}}, ("sampled replies", "'eval-sampled' to eval.modes")),
+        (learn_section, {"policies": TWO_POLICIES}, ("one policy, and there are 2",)),
+        (learn_section, {"engine": {"name": "poor"}}, ("'poor'", "cannot measure", "Use the engine torch")),
+        (learn_section, {"rewards": {}}, ("no rule scores any", '[rewards.users] rule = "feedback"')),
+        (online_section, {"online": None}, ("There is no [online]",)),
+        (online_section, {"online": {**LEARNING["online"], "upstream": "http://a/v1"}}, ("leave out online.upstream",)),
+        (online_section, {"learn": None}, ("[online] needs `upstream`",)),
     ],
 )
-def test_what_does_not_go_together_is_said(tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]) -> None:
-    if "policies" in changes:
-        changes["policies"]["a"] = {**changes["policies"]["a"], "agents": ["a"]}
-    with pytest.raises(CapabilityError) as raised:
-        learn_section(loaded(tmp_path, **changes))
+def test_what_does_not_go_together_is_said(
+    tmp_path: Path, section: Callable[[Any], object], changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises((CapabilityError, ConfigError)) as raised:
+        section(loaded(tmp_path, **changes))
     assert all(text in str(raised.value) for text in parts), raised.value
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"online": None}, "There is no [online]"),
-        ({"online": {"applications": {"shop": 1}, "upstream": "http://a/v1"}}, "leave out online.upstream"),
-        ({"learn": None}, "[online] needs `upstream`"),
-    ],
-)
-def test_somebody_has_to_answer(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        online_section(loaded(tmp_path, **changes))
-    assert says in str(raised.value)

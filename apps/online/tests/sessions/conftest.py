@@ -68,8 +68,7 @@ class Deployed:
         return await self.send(f"/agl/v1/{route}", key, body)
 
     async def begin(self, *, application: str = "shop", **body: Any) -> dict[str, Any]:
-        begun: dict[str, Any] = (await self.post("sessions", self.key(application), **body)).json()
-        return begun
+        return (await self.post("sessions", self.key(application), **body)).json()
 
     async def say(self, *, application: str = "shop", **body: Any) -> httpx.Response:
         """Feedback."""

@@ -189,26 +189,8 @@ async def test_what_cannot_be_trained_on_is_dropped_with_the_reason_and_does_not
         assert versions == {fresh[0]: 8 - 3, fresh[1]: 8}, "in the engine's numbers"
 
 
-async def test_a_session_that_nobody_spoke_of_is_given_up_when_it_is_too_old(tmp_path: Path) -> None:
-    async with sessions(tmp_path, sessions_per_step=1) as use:
-        silent = await use.end(hours_ago=200, thumbs=None)
-        source = use.source()
-        with pytest.raises(WaitsError):
-            await use.take(source)
-        await use.end()
-        taken = await use.take(use.source())
-        assert reasons(taken)[silent] is DropReason.NO_REWARD
-
-
 async def test_a_user_weighs_no_more_than_a_quarter(tmp_path: Path) -> None:
     async with sessions(tmp_path, sessions_per_step=8) as use:
         for number in range(8):
             await use.end(name="a-user-who-floods" if number < 4 else None)
         assert (await use.take()).weights == pytest.approx([0.5] * 4 + [1.0] * 4)
-
-
-async def test_deleted_sessions_are_not_trained_on(tmp_path: Path) -> None:
-    async with sessions(tmp_path, sessions_per_step=1) as use:
-        gone, kept = await use.end(), await use.end()
-        await use.store.erase([gone])
-        assert await use.train(await use.take()) == [kept]

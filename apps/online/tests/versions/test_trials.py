@@ -183,7 +183,6 @@ def test_rewards_have_a_range() -> None:
     outcomes = [replace(s, reward=10 * (s.reward or 0.0) - 5) for s in sessions(1, 600, solved(1), solved(0))]
     settings = CanarySection(reward=(-5, 5), tolerance=0.5)
     late = judge_canary(CANARY, STABLE, outcomes, settings)
-    assert late is not None
     assert late.state is State.STABLE
     assert (late.figures["canary/reward"], late.figures["stable/reward"]) == (5.0, -5.0)
     assert 5 < late.figures["difference/low"] < 10
@@ -218,7 +217,6 @@ def test_what_stays_undecided_is_rolled_back(monkeypatch: pytest.MonkeyPatch) ->
     outcomes = sessions(5, 2000, solved(0.5), solved(0.5))
     settings = CanarySection(tolerance=0.01)
     seen = judge_canary(CANARY, STABLE, outcomes, settings)
-    assert seen is not None
     assert (seen.state, "Nothing showed in time" in seen.reason) == (State.ROLLED_BACK, True)
     silent = [replace(outcome, reward=None) for outcome in outcomes]
     assert judge_canary(CANARY, STABLE, silent, settings) is None, "missing feedback is missing, not 0"
