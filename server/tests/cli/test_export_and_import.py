@@ -23,6 +23,7 @@ from agl_core.testing import episodes as make
 from agl_core.types import (
     Call,
     Ending,
+    Episode,
     Mode,
     PrefixBreak,
     RecordedRollout,
@@ -268,9 +269,12 @@ def test_a_conversation_is_a_rollout_and_each_reply_a_call(run: Any) -> None:
         ({"messages": [{"role": "user"}, {"role": "assistant"}]}, "neither 'content' nor 'tool_calls'"),
         ({**CONVERSATION, "reward": "good"}, "reward: "),
         ({"transitions": []}, "lacks the field"),
+        (make.episode(replace(make.transition(), key=TransitionKey("another", 0, "c", 0))), "has a part of 'another'"),
+        (make.episode(unjoined=(make.tool_result("o", rollout="another"),)), "has a part of 'another'"),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_imported(run: Any, line: Any, what: str) -> None:
+    line = to_json(line) if isinstance(line, Episode) else line
     result = run.agl("import", write(run, CONVERSATION, "", line, CONVERSATION))
 
     assert isinstance(result.exception, EpisodesError)
@@ -394,6 +398,7 @@ def test_what_is_no_file_of_conversations(run: Any) -> None:
     assert "has no row" in str(run.agl("import", write(run)).exception)
     output = str(run.agl("import", write(run, *["{"] * 50)).exception)
     assert ("line 20: " in output, "and 30 more" in output) == (True, True)
+    assert "is that of line 1 too" in str(run.agl("import", write(run, *[to_json(make.episode())] * 2)).exception)
     for no_file in ("nowhere.jsonl", "weights"):
         assert "is no file" in str(run.agl("import", no_file).exception)
     (run.folder / "binary").write_bytes(bytes(range(256)))
@@ -441,10 +446,3 @@ def test_export_then_import_gives_the_same_episodes(tmp_path: Path) -> None:
     asyncio.run(export_run(imported.run, Format.EPISODES, tmp_path / "out"))
 
     assert [to_json(again) for again in agl_core.load_episodes(tmp_path / "out")] == [to_json(episode)]
-
-
-def test_an_episode_with_a_part_of_another_is_refused(run: Any) -> None:
-    strange = make.episode(replace(make.transition(), key=TransitionKey("another", 0, "c", 0)))
-    for episode in (strange, replace(make.episode(), unjoined=(make.tool_result("o", rollout="another"),))):
-        assert "has a part of 'another'" in str(run.agl("import", write(run, to_json(episode))).exception)
-    assert "is that of line 1 too" in str(run.agl("import", write(run, *[to_json(make.episode())] * 2)).exception)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from agl_core.capture.attaching import SITE
 from agl_core.cli import app
-from agl_core.errors import ConfigError
+from agl_core.errors import AglError
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Mode, Task
@@ -172,27 +172,6 @@ def test_signals_are_passed_on_and_so_is_the_status(running: Bench, number: sign
     assert running.recorded()[1].ending is Ending.CANCELLED
 
 
-def test_what_is_wrong_is_said_before_anything_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from agl_core.cli import app
-
-    monkeypatch.chdir(tmp_path)
-    for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-
-    def error_of(*arguments: str) -> str:
-        return str(CliRunner().invoke(app, ["run", *arguments]).exception)
-
-    assert "no command 'pythn'" in error_of("--", "pythn", "agent.py")
-    assert "no model server to forward to. Name one with --upstream" in error_of("--", "true")
-    assert "'localhost:8000' is not a URL" in error_of("--upstream", "localhost:8000", "--", "true")
-    assert "cannot be reached" in error_of("--upstream", "http://127.0.0.1:9/v1", "--", "true")
-    assert "variable NO_SUCH_KEY" in error_of(
-        "--upstream", "http://h/v1", "--upstream-key-env", "NO_SUCH_KEY", "--", "true"
-    )
-    assert "leave out --upstream" in error_of("--config", "a.toml", "--model", "m", "--", "true")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_answers_are_those_of_the_model_that_was_chosen(running: Bench, agl: Agl) -> None:
     running.upstream.models = ["large", "small"]
     running.upstream.script(Say("OK"))
@@ -270,14 +249,25 @@ async def test_a_worker_needs_the_agent_and_nothing_that_trains(arguments: tuple
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "Name the run's configuration or its folder"),
-        (["--server", "http://127.0.0.1:1"], "either --entry or --command"),
-        (["--entry", "a:b"], "Only with --server"),
-        (["--server", "http://127.0.0.1:1", "--entry", "a:b", "--set", "seed=1"], "without --set"),
-        (["--server", "http://127.0.0.1:1", "--entry", "a:b", "--command", "c"], "--entry or --command.*not both"),
-        (["--server", "http://127.0.0.1:1", "--entry", "ab"], "--entry or --command.*'module:function'"),
+        ("run -- pythn agent.py", "no command 'pythn'"),
+        ("run -- true", "no model server to forward to. Name one with --upstream"),
+        ("run --upstream localhost:8000 -- true", "'localhost:8000' is not a URL"),
+        ("run --upstream http://127.0.0.1:9/v1 -- true", "cannot be reached"),
+        ("run --upstream http://h/v1 --upstream-key-env NO_SUCH_KEY -- true", "variable NO_SUCH_KEY"),
+        ("run --config a.toml --model m -- true", "leave out --upstream"),
+        ("worker", "Name the run's configuration or its folder"),
+        ("worker --server http://127.0.0.1:1", "either --entry or --command"),
+        ("worker --entry a:b", "Only with --server"),
+        ("worker --server http://127.0.0.1:1 --entry a:b --set seed=1", "without --set"),
+        ("worker --server http://127.0.0.1:1 --entry a:b --command c", "--entry or --command.*not both"),
+        ("worker --server http://127.0.0.1:1 --entry ab", "--entry or --command.*'module:function'"),
     ],
 )
-def test_what_a_worker_lacks_is_said(arguments: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        CliRunner().invoke(app, ["worker", *arguments], catch_exceptions=False)
+def test_what_is_wrong_is_said_before_anything_is_recorded(
+    arguments: str, problem: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(AglError, match=problem):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert list(working_folder.iterdir()) == []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,10 @@ import agl_server
 from agl_core.errors import ConfigError, StoreError, TrainingError
 from agl_core.testing import episodes as make
 from agl_core.types import Mode, RolloutState
+from agl_server.store.sqlite import SqliteStore
 from agl_server.training.checkpoints import Checkpoints, RunState
 
 from .conftest import ENDS
-
-WRITER = """
-import asyncio, pathlib, sys
-from agl_server.store.sqlite import SqliteStore
-
-async def hold():
-    async with SqliteStore(pathlib.Path(sys.argv[1])):
-        print("open", flush=True)
-        sys.stdin.read()
-
-asyncio.run(hold())
-"""
 
 
 @pytest.fixture
@@ -76,52 +65,6 @@ def test_runs_are_listed_with_what_became_of_them(trained: Any) -> None:
     table = run.agl("runs", "list").stdout
     assert "runs/calc" in table
     assert "3/4" in table
-
-
-SOME = {"rollouts": 16.0, "reward/mean": 0.3, "reward/std": 0.46, "transitions/kept": 16.0, "groups/no_contrast": 0.25}
-"""A step of training."""
-EVALUATED = {"eval/greedy/rollouts": 20.0, "eval/greedy/reward/std": 0.4}
-VERDICTS: dict[str, tuple[list[dict[str, float]], list[float], str]] = {
-    "a rise on held-out tasks": (
-        [SOME] * 3,
-        [0.1, 0.9],
-        "learned: the held-out reward (eval/greedy) rose from 0.1 to 0.9",
-    ),
-    "a rise within chance": (
-        [SOME] * 3,
-        [0.3, 0.35],
-        "not yet: the held-out reward (eval/greedy) went from 0.3 to 0.35, which is no more than chance",
-    ),
-    "a rise in training": (
-        [SOME, {**SOME, "reward/mean": 1.0, "reward/std": 0.0}],
-        [],
-        "learned: the training reward rose from 0.3 to 1",
-    ),
-    "one reason": (
-        [{**SOME, "transitions/kept": 0.0, "dropped/untrained_agent": 16.0}] * 3,
-        [],
-        "cannot: nothing was trained on; dropped: 48 untrained_agent. Name agents in train.agents",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", VERDICTS)
-def test_a_run_has_a_verdict_in_words(run: Any, case: str) -> None:
-    steps, held_out, text = VERDICTS[case]
-    lines: list[dict[str, Any]] = [
-        {"step": step, "kind": "train", "ending/finished": 16.0, **values} for step, values in enumerate(steps, 1)
-    ]
-    for step, reward in zip((0, len(steps)), held_out, strict=False):
-        lines.append({"step": step, "kind": "eval", **EVALUATED, "eval/greedy/reward/mean": reward})
-    (run.store.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": len(steps)})
-
-    [entry] = listed(run)
-
-    verdict = entry["verdict"]
-    assert f"{verdict['word']}: {verdict['why']}".startswith(text)
-    assert entry["state"] == "finished"
-    assert verdict["word"] in run.agl("runs", "list").stdout
 
 
 def test_pruned_runs_are_smaller(trained: Any) -> None:
@@ -176,9 +119,9 @@ def test_a_run_is_removed_once_that_is_confirmed(trained: Any) -> None:
 def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
     run = trained
     run.write("runs/calc/config.toml", folder=str(run.folder), train={"steps": 3})
-    command = [sys.executable, "-c", WRITER, str(run.store)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout.readline() == "open\n"
+    server = SqliteStore(run.store)
+    with asyncio.Runner() as running:
+        running.run(server.open())
         (run.store.parent / "summary.json").unlink()
         assert listed(run)[0]["state"] == "running"
         (run.store.parent / "summary.json").write_text("{}")
@@ -186,7 +129,7 @@ def test_a_run_that_is_served_is_left_alone(trained: Any) -> None:
         refused = run.agl("runs", "prune", "calc", "--steps", "0", "--checkpoints", "1")
         assert isinstance(refused.exception, StoreError)
         assert "is being written by another process" in str(refused.exception)
-        server.communicate("")
+        running.run(server.close())
     assert len(Checkpoints(run.store.parent / "checkpoints", 1).all()) == 3
     assert isinstance(run.agl("runs", "prune", "none").exception, ConfigError)
 

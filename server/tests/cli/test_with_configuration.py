@@ -221,26 +221,24 @@ def test_doctor_names_all_packages_that_are_not_installed(running: Bench, doctor
     assert named == [("engine", "agl-torch"), ("algorithm", "agl-algorithms"), ("rewards", "agl-rewards")]
 
 
-BROKEN = {
-    "a key that its input does not have": (
-        ("return 3.0", "return task['question']"),
-        ("crashed, 1 calls", "TypeError: string indices must be integers"),
-    ),
-    "no call": (("reply = httpx2", "return 3.0\n        reply = httpx2"), ("no_call, 0 calls", "OPENAI_BASE_URL")),
-    "an address of its own": (
-        ("context.base_url", "'http://127.0.0.1:9/v1'"),
+@pytest.mark.parametrize(
+    ("old", "new", "ended", "problem"),
+    [
+        ("return 3.0", "return task['question']", "crashed, 1 calls", "TypeError: string indices must be integers"),
+        ("reply = httpx2", "return 3.0\n        reply = httpx2", "no_call, 0 calls", "OPENAI_BASE_URL"),
         (
+            "context.base_url",
+            "'http://127.0.0.1:9/v1'",
             "crashed, 0 calls",
-            "If its LLM client reaches no server: Send the calls",
+            "If its LLM client reaches no server: Send",
         ),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_doctor_runs_the_agent_and_says_what_is_wrong_with_it(running: Bench, doctor: Doctor, case: str) -> None:
-    change, (ended, problem) = BROKEN[case]
-    running.script("agent.py", AGENT.replace(*change))
+    ],
+    ids=["a key that its input does not have", "no call", "an address of its own"],
+)
+def test_doctor_runs_the_agent_and_says_what_is_wrong_with_it(
+    running: Bench, doctor: Doctor, old: str, new: str, ended: str, problem: str
+) -> None:
+    running.script("agent.py", AGENT.replace(old, new))
 
     result = doctor("train.toml")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import anthropic
+import httpx
 import openai
 import pytest
 from memory_store import MemoryStore
@@ -45,6 +46,13 @@ def client(stack: Stack, key: AttemptKey) -> openai.AsyncOpenAI:
 def claude(stack: Stack, key: AttemptKey) -> anthropic.AsyncAnthropic:
     """The attempt's client of Anthropic's API."""
     return client_of(stack, key)
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    """A client that knows no API."""
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+        yield client
 
 
 @pytest.fixture

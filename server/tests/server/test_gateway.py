@@ -189,22 +189,21 @@ def root_of(stack: Stack, key: AttemptKey) -> str:
         "/openai/deployments/default/{}?api-version=2025-01-01-preview",
     ],
 )
-async def test_every_shape_of_path_is_served(stack: Stack, key: AttemptKey, path: str) -> None:
+async def test_every_shape_of_path_is_served(stack: Stack, key: AttemptKey, http: httpx.AsyncClient, path: str) -> None:
     counting = {"messages/count_tokens": GOOD, "responses/input_tokens": SMALLEST["responses"]}
     headers = {"Authorization": f"Bearer {stack.key(key)}"}
-    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
-        for root in (root_of(stack, key), stack.server.base_url):
-            for route, body in (SMALLEST | counting).items():
-                url = root + path.format(route)
-                assert (await client.post(url, json=body)).status_code == 200, url
-            listed = await client.get(root + path.format("models"))
-            assert [model["id"] for model in listed.json()["data"]] == ["default"]
-            model = await client.get(root + path.format("models/default"))
-            assert model.json()["id"] == "default"
+    for root in (root_of(stack, key), stack.server.base_url):
+        for route, body in (SMALLEST | counting).items():
+            url = root + path.format(route)
+            assert (await http.post(url, json=body, headers=headers)).status_code == 200, url
+        listed = await http.get(root + path.format("models"), headers=headers)
+        assert [model["id"] for model in listed.json()["data"]] == ["default"]
+        model = await http.get(root + path.format("models/default"), headers=headers)
+        assert model.json()["id"] == "default"
     assert len(await stack.calls(key)) == 8
 
 
-async def test_azures_client(stack: Stack, key: AttemptKey) -> None:
+async def test_azures_client(stack: Stack, key: AttemptKey, http: httpx.AsyncClient) -> None:
     async with openai.AsyncAzureOpenAI(
         azure_endpoint=root_of(stack, key), api_key=stack.key(key), api_version="2025-01-01-preview", max_retries=0
     ) as client:
@@ -214,19 +213,17 @@ async def test_azures_client(stack: Stack, key: AttemptKey) -> None:
     assert call.id == reply.id
     headers = {"api-key": stack.key(key)}
     url = f"{root_of(stack, key)}/openai/deployments/gpt-x/chat/completions?api-version=1"
-    async with httpx.AsyncClient(trust_env=False, headers=headers) as bare:
-        named = await bare.post(url, json={"messages": HELLO})
-        slashed = await bare.post(url.replace("gpt-x", "org/gpt-x"), json={"messages": HELLO})
+    named = await http.post(url, json={"messages": HELLO}, headers=headers)
+    slashed = await http.post(url.replace("gpt-x", "org/gpt-x"), json={"messages": HELLO}, headers=headers)
     assert named.json()["model"] == "gpt-x", "the path names the model"
     assert slashed.json()["model"] == "org/gpt-x"
 
 
-async def test_other_paths_stay_what_they_are(stack: Stack, key: AttemptKey) -> None:
+async def test_other_paths_stay_what_they_are(stack: Stack, key: AttemptKey, http: httpx.AsyncClient) -> None:
     headers = {"Authorization": f"Bearer {stack.key(key)}"}
-    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
-        for path in ("/files", "//agl/v1/lease", "/v1/agl/v1/lease", "/openai/deployments/x", "/v1", "/"):
-            for root in (root_of(stack, key), stack.server.base_url):
-                assert (await client.post(root + path, json={})).status_code == 404, path
+    for path in ("/files", "//agl/v1/lease", "/v1/agl/v1/lease", "/openai/deployments/x", "/v1", "/"):
+        for root in (root_of(stack, key), stack.server.base_url):
+            assert (await http.post(root + path, json={}, headers=headers)).status_code == 404, path
 
 
 SOUND = bytes(range(256)) * 4000

@@ -58,15 +58,11 @@ def test_a_file_that_is_none_is_named(
     file = tmp_path / "nowhere.toml"
     if text is not None:
         file.write_text(text)
-    monkeypatch.setenv(reports.PROMPTS, str(file))
-
-    with pytest.raises(AgentError, match=says):
-        agl_core.prompt("system", "own")
-
-
-def test_an_unknown_prompt_is_an_error() -> None:
     with pytest.raises(AgentError, match="Give it a default"):
         agl_core.prompt("system")
+    monkeypatch.setenv(reports.PROMPTS, str(file))
+    with pytest.raises(AgentError, match=says):
+        agl_core.prompt("system", "own")
 
 
 SAYING: list[Any] = [{"role": "user", "content": SYSTEM}]

@@ -147,7 +147,7 @@ async def test_the_end_of_the_server_is_not_the_end_of_the_run(empty: Stack) -> 
             await worker.ask(LEASE, ALL)
 
 
-async def test_each_key_opens_its_own_doors_only(stack: Stack) -> None:
+async def test_each_key_opens_its_own_doors_only(stack: Stack, http: httpx.AsyncClient) -> None:
     own, other = await stack.lease(), await stack.lease()
     keys = stack.server.keys
     everybodys = (keys.operator, keys.worker, keys.of_lease(own), keys.of_lease(other), keys.of_attempt(own), "none")
@@ -158,19 +158,17 @@ async def test_each_key_opens_its_own_doors_only(stack: Stack) -> None:
         ("POST", close): {keys.of_lease(own)},
         ("GET", "health"): {keys.worker, keys.operator},
     }
-    async with httpx.AsyncClient(base_url=f"{stack.server.base_url}/agl/v1/", trust_env=False) as http:
-        for (method, path), whose in doors.items():
-            for key in (*everybodys, keys.operator[:-1], keys.worker + "x", "schlüssel"):
-                headers = {"Authorization": f"Bearer {key}".encode()}
-                answer = await http.request(method, path, content=b"{", headers=headers)
-                assert (answer.status_code != 401) is (key in whose), (path, key)
+    for (method, path), whose in doors.items():
+        for key in (*everybodys, keys.operator[:-1], keys.worker + "x", "schlüssel"):
+            url, headers = f"{stack.server.base_url}/agl/v1/{path}", {"Authorization": f"Bearer {key}".encode()}
+            answer = await http.request(method, url, content=b"{", headers=headers)
+            assert (answer.status_code != 401) is (key in whose), (path, key)
     with pytest.raises(openai.AuthenticationError):
         await stack.client(own, api_key=keys.operator).chat.completions.create(model="default", messages=HELLO)
 
 
-async def test_the_document_names_every_operation_and_body(stack: Stack) -> None:
-    async with httpx.AsyncClient(trust_env=False) as http:
-        document = (await http.get(f"{stack.server.base_url}/openapi.json")).json()
+async def test_the_document_names_every_operation_and_body(stack: Stack, http: httpx.AsyncClient) -> None:
+    document = (await http.get(f"{stack.server.base_url}/openapi.json")).json()
     for operation in (LEASE, HEARTBEAT, CLOSE, HEALTH):
         described = document["paths"][operation.path][operation.method.lower()]
         schema = described["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
@@ -180,12 +178,6 @@ async def test_the_document_names_every_operation_and_body(stack: Stack) -> None
 
 
 # Who may do what: the workers' key, each attempt's own key, and where the server may listen.
-
-
-@pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(trust_env=False) as client:
-        yield client
 
 
 def test_an_attempts_key_is_made_of_the_secret() -> None:
@@ -252,9 +244,15 @@ async def test_it_listens_on_any_loopback_address(host: str) -> None:
         await stack.client(await stack.lease()).chat.completions.create(**GOOD)
 
 
-def test_keys_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("AGL_WORKER_KEY", "AGL_OPERATOR_KEY"):
         monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("no_keys")
+def test_keys_survive_a_restart(tmp_path: Path) -> None:
     file = tmp_path / "server.json"
     first = Keys.of_run(file)
     first.write(file, "http://127.0.0.1:1")
@@ -262,46 +260,33 @@ def test_keys_survive_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert again == first
     assert not again.chosen
     again.write(file, "http://127.0.0.1:2")
-    content = json.loads(file.read_text())
-    assert content == {
-        "base_url": "http://127.0.0.1:2",
-        "worker_key": first.worker,
-        "operator_key": first.operator,
-        "agent_secret": first.secret,
-        "begun": False,
-        "over": False,
-    }
-    assert len({first.worker, first.operator, first.secret}) == 3
-    assert Keys.of_run(tmp_path / "another.json").worker != first.worker
+    of_keys = {"worker_key": first.worker, "operator_key": first.operator, "agent_secret": first.secret}
+    assert json.loads(file.read_text()) == {
+        **of_keys, "base_url": "http://127.0.0.1:2", "begun": False, "over": False
+    }  # fmt: skip
+    assert len({*of_keys.values(), Keys.of_run(tmp_path / "another.json").worker}) == 4
     file.write_text("{")
     assert Keys.of_run(file).secret != first.secret
 
 
-def test_a_key_of_your_choice_comes_first_and_is_not_written_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "server.json"
-    generated = Keys()
+def test_a_key_of_your_choice_comes_first_and_is_not_written_down(tmp_path: Path, no_keys: pytest.MonkeyPatch) -> None:
+    file, generated = tmp_path / "server.json", Keys()
     generated.write(file, "http://127.0.0.1:1")
-    monkeypatch.setenv("AGL_WORKER_KEY", "  chosen-by-me\n")
-    chosen = Keys.of_run(file)
+
+    def keys(worker: str, operator: str) -> Keys:
+        """Those of a run that finds these in its environment, from which it takes them."""
+        no_keys.setenv("AGL_WORKER_KEY", worker)
+        no_keys.setenv("AGL_OPERATOR_KEY", operator)
+        return Keys.of_run(file)
+
+    chosen = keys("  chosen-by-me\n", " ")
     assert (chosen.worker, chosen.operator, chosen.secret) == ("chosen-by-me", generated.operator, generated.secret)
     assert chosen.chosen == {"AGL_WORKER_KEY"}
-    chosen.write(file, "http://127.0.0.1:1")
-    assert "chosen-by-me" not in file.read_text()
-    monkeypatch.setenv("AGL_WORKER_KEY", "chosen-by-me")
-    monkeypatch.setenv("AGL_OPERATOR_KEY", "chosen-too")
-    Keys.of_run(file).write(file, "http://127.0.0.1:1")
+    keys("chosen-by-me", "chosen-too").write(file, "http://127.0.0.1:1")
     assert "chosen" not in file.read_text()
-    for name in ("AGL_WORKER_KEY", "AGL_OPERATOR_KEY"):
-        monkeypatch.setenv(name, "chosen-by-me")
-    with pytest.raises(ServerError, match="are the same"):
-        Keys.of_run(file)
-    monkeypatch.setenv("AGL_WORKER_KEY", "schlüssel")
-    with pytest.raises(ServerError, match="ASCII"):
-        Keys.of_run(file)
-    monkeypatch.setenv("AGL_WORKER_KEY", " ")
-    assert not Keys.of_run(file).chosen
+    for worker, problem in (("chosen-too", "are the same"), ("schlüssel", "ASCII")):
+        with pytest.raises(ServerError, match=problem):
+            keys(worker, "chosen-too")
 
 
 async def test_keys_are_neither_stored_nor_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -321,8 +306,7 @@ async def test_keys_are_neither_stored_nor_logged(tmp_path: Path, caplog: pytest
         stored = await asyncio.to_thread(lambda: b"".join(file.read_bytes() for file in tmp_path.iterdir()))
     assert b"hello" in stored
     assert [secret for secret in secrets if secret.encode() in stored] == []
-    assert [secret for secret in secrets if secret in caplog.text or secret in repr(keys)] == []
-    assert [
-        secret for secret in secrets if any(secret in json.dumps(dict(r.body)) for r in stack.upstream.received)
-    ] == []
-    assert [secret for secret in secrets if any(secret in str(r.headers) for r in stack.upstream.received)] == []
+    sent = [f"{dict(received.body)} {received.headers}" for received in stack.upstream.received]
+    told = "\n".join([caplog.text, repr(keys), *sent])
+    assert sent
+    assert [secret for secret in secrets if secret in told] == []

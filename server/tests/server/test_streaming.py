@@ -22,7 +22,7 @@ from agl_core.types import AttemptKey, FinishReason
 from agl_server.testing import Stack, running_stack, until
 
 from .all_clients import STREAMING, Gets
-from .server_aids import GOOD, OWN, SMALLEST, chunks_of, client_of, clients_waiting, closed, open_attempt, post, reply
+from .server_aids import GOOD, SMALLEST, chunks_of, client_of, clients_waiting, closed, open_attempt
 
 LONG = Say("A long text that goes out in many pieces, one after the other.")
 REQUESTS = {**SMALLEST, "messages": {**GOOD, "max_tokens": 999}}
@@ -51,25 +51,6 @@ async def first_text(lines: AsyncIterator[str]) -> None:
 async def streamed(stack: Stack, key: AttemptKey, route: str = "chat/completions") -> str:
     async with asking(stack, key, route) as lines:
         return "\n".join([line async for line in lines])
-
-
-@every_route
-async def test_what_is_recorded_is_what_would_have_come_whole(stack: Stack, key: AttemptKey, route: str) -> None:
-    for own in OWN.values():
-        stack.upstream.script(*[reply(own, stop_reason="END")] * 2)
-        await post(stack, key, REQUESTS[route], route)
-        await streamed(stack, key, route)
-        whole, added_up = (await stack.calls(key))[-2:]
-        assert stack.upstream.received[-1].body["stream"] is True
-        for field in ("version", "prefilled", "reused", "prefix_broken", "api", "undelivered"):
-            assert getattr(added_up, field) == getattr(whole, field)
-        assert added_up.prompt_ids.tolist() == whole.prompt_ids.tolist()
-        for ours, theirs in zip(added_up.choices, whole.choices, strict=True):
-            assert (ours.finish_reason, ours.parse_error) == (theirs.finish_reason, theirs.parse_error)
-            expected = {name: value for name, value in theirs.message.items() if value not in (None, "", [])}
-            assert {name: value for name, value in ours.message.items() if value not in (None, "", [])} == expected
-            for mine, other in ((ours.response_ids, theirs.response_ids), (ours.logprobs, theirs.logprobs)):
-                assert mine.tolist() == other.tolist()
 
 
 @every_route

@@ -33,13 +33,10 @@ IDS = [7, 8, 9]
 ABSENT: Any = object()
 
 
-def reply(message: Mapping[str, Any], finish_reason: Any = "stop", **more: Any) -> Raw:
-    choice: dict[str, Any] = {
-        "message": message,
-        "finish_reason": finish_reason,
-        "token_ids": IDS,
-        "logprobs": {"content": [{"token": "x", "logprob": -0.5}] * len(IDS)},
-    }
+def unusual(message: Mapping[str, Any], finish_reason: Any = "stop", **more: Any) -> Raw:
+    """A reply as other servers write it: with fewer fields, and with these `more`."""
+    logprobs = {"content": [{"token": "x", "logprob": -0.5}] * len(IDS)}
+    choice = {"message": message, "finish_reason": finish_reason, "token_ids": IDS, "logprobs": logprobs}
     if finish_reason is ABSENT:
         del choice["finish_reason"]
     body = {"object": "chat.completion", "created": 1, "choices": [choice], "prompt_token_ids": [1, 2], **more}
@@ -85,7 +82,7 @@ async def test_a_message_reaches_every_client(
 ) -> None:
     for ask in CLIENTS:
         key = await stack.lease()
-        stack.upstream.script(reply(message))
+        stack.upstream.script(unusual(message))
         assert await ask(stack, key) == (content, reasoning, calls), ask
         own = (await recorded(stack, key)).choices[0].message
         assert (own["role"], own.get("content") or own.get("refusal") or "") == ("assistant", content)
@@ -118,7 +115,7 @@ async def test_whatever_a_response_ended_by(
         if word in (None, ABSENT) and ask in STREAMING:
             reason, dropped = FinishReason.ABORTED, DropReason.ABORTED
         key = await stack.lease()
-        stack.upstream.script(reply({"content": "Hello"}, word))
+        stack.upstream.script(unusual({"content": "Hello"}, word))
         assert (await ask(stack, key))[0] == "Hello", ask
         assert (await recorded(stack, key)).choices[0].finish_reason is reason, ask
         (transition,) = (await closed(stack, key)).transitions
@@ -138,7 +135,7 @@ async def test_usage_and_ids_are_compared(
     stack: Stack, usage: Any, tokens: int, dropped: DropReason | None, stream: bool
 ) -> None:
     key = await stack.lease()
-    stack.upstream.script(reply({"content": "Hello"}, usage=usage))
+    stack.upstream.script(unusual({"content": "Hello"}, usage=usage))
     more: Any = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answer: Any = await stack.client(key).chat.completions.create(model="m", messages=HELLO, **more)
     shown = [chunk async for chunk in answer][-1].usage if stream else answer.usage

@@ -8,7 +8,7 @@ import datetime
 import ipaddress
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -50,6 +50,7 @@ class RawServer:
     port: int = 0
     connections: int = 0
     closed: int = 0
+    sent: int = 0
     requests: list[bytes] = field(default_factory=list)
     script: list[list[Piece]] = field(default_factory=list)
 
@@ -68,31 +69,25 @@ class RawServer:
                         await piece.wait()
                         continue
                     writer.write(piece)
+                    await writer.drain()
+                    self.sent += 1
                     await asyncio.sleep(0)
         self.closed += 1
         writer.close()
 
-    @contextlib.contextmanager
-    def endpoint(self, *, idle: float = 60.0) -> Iterator[Endpoint]:
-        endpoint = Endpoint(
-            f"http://user@127.0.0.1:{self.port}/v1/chat?x=1",
-            {"Authorization": "Bearer k"},
-            timeout=60,
-            connect=10,
-            idle=idle,
-        )
-        yield endpoint
-        endpoint.close()
-
 
 @contextlib.asynccontextmanager
-async def raw_server(*script: list[Piece]) -> AsyncIterator[RawServer]:
+async def raw_server(*script: list[Piece], idle: float = 60.0) -> AsyncIterator[tuple[RawServer, Endpoint]]:
+    """A server that follows a script, and connections to it."""
     server = RawServer(script=list(script))
     listening = await asyncio.start_server(server.answer, "127.0.0.1", 0)
     server.port = listening.sockets[0].getsockname()[1]
+    url = f"http://user@127.0.0.1:{server.port}/v1/chat?x=1"
+    endpoint = Endpoint(url, {"Authorization": "Bearer k"}, timeout=60, connect=10, idle=idle)
     try:
-        yield server
+        yield server, endpoint
     finally:
+        endpoint.close()
         listening.close()
 
 
@@ -111,9 +106,8 @@ def shown(reply: HttpReply) -> tuple[int, str | None, bytes]:
 
 
 async def test_the_request_is_what_was_asked_for() -> None:
-    async with raw_server() as server:
-        with server.endpoint() as endpoint:
-            await endpoint.post({"x-agl-rollout": "r\N{LATIN SMALL LETTER E WITH ACUTE}/0"}, b'{"a": 1}')
+    async with raw_server() as (server, endpoint):
+        await endpoint.post({"x-agl-rollout": "r\N{LATIN SMALL LETTER E WITH ACUTE}/0"}, b'{"a": 1}')
         (request,) = server.requests
     head, _, body = request.partition(b"\r\n\r\n")
     first, *headers = head.decode().split("\r\n")
@@ -124,11 +118,10 @@ async def test_the_request_is_what_was_asked_for() -> None:
 
 
 async def test_a_header_cannot_begin_another_one() -> None:
-    async with raw_server() as server:
-        with server.endpoint() as endpoint:
-            for value in ("a\r\nb: c", "a\nb: c", "a\rb: c"):
-                with pytest.raises(ValueError, match="line break"):
-                    await endpoint.post({"x-agl-rollout": value}, b"")
+    async with raw_server() as (server, endpoint):
+        for value in ("a\r\nb: c", "a\nb: c", "a\rb: c"):
+            with pytest.raises(ValueError, match="line break"):
+                await endpoint.post({"x-agl-rollout": value}, b"")
         assert server.requests == []
 
 
@@ -146,10 +139,9 @@ def test_a_reply_may_come_in_any_pieces(sent: bytes, streamed: bool, data: st.Da
     ended: list[Piece] = [None] if sent == TO_THE_END else []
 
     async def talk() -> None:
-        async with raw_server([*pieces, *ended]) as server:
-            with server.endpoint() as endpoint:
-                first = await (read(endpoint) if streamed else endpoint.post({}, b""))
-                assert shown(first) == shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+        async with raw_server([*pieces, *ended]) as (server, endpoint):
+            first = await (read(endpoint) if streamed else endpoint.post({}, b""))
+            assert shown(first) == shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
             assert server.connections == (2 if sent in (LAST, TO_THE_END) or b"HTTP/1.0" in sent else 1)
 
     asyncio.run(talk())
@@ -157,52 +149,38 @@ def test_a_reply_may_come_in_any_pieces(sent: bytes, streamed: bool, data: st.Da
 
 @pytest.mark.parametrize("pieces", [[STREAM[:-5], None], [STREAM[:-5], b"nonsense\r\n"]])
 async def test_a_stream_that_breaks_off_is_an_error_after_what_came(pieces: list[Piece]) -> None:
-    async with raw_server(pieces) as server:
-        with server.endpoint() as endpoint:
-            reply = await endpoint.post({}, b"", streamed=True)
-            assert await anext(reply.parts) == b"hello"
-            with pytest.raises(ConnectionError):
-                [part async for part in reply.parts]
-            assert shown(await read(endpoint)) == (200, "3", b"hello")
+    async with raw_server(pieces) as (server, endpoint):
+        reply = await endpoint.post({}, b"", streamed=True)
+        assert await anext(reply.parts) == b"hello"
+        with pytest.raises(ConnectionError):
+            [part async for part in reply.parts]
+        assert shown(await read(endpoint)) == (200, "3", b"hello")
         assert server.connections == 2
 
 
 async def test_a_stream_that_is_not_read_to_its_end_closes_the_connection() -> None:
     release = asyncio.Event()
-    async with raw_server([STREAM[:-5], release, STREAM[-5:]]) as server:
-        with server.endpoint() as endpoint:
-            reply = await endpoint.post({}, b"", streamed=True)
-            async with contextlib.aclosing(reply.parts):
-                assert await anext(reply.parts)
-            release.set()
-            assert shown(await read(endpoint)) == (200, "3", b"hello")
+    async with raw_server([STREAM[:-5], release, STREAM[-5:]]) as (server, endpoint):
+        reply = await endpoint.post({}, b"", streamed=True)
+        async with contextlib.aclosing(reply.parts):
+            assert await anext(reply.parts)
+        release.set()
+        assert shown(await read(endpoint)) == (200, "3", b"hello")
         assert server.connections == 2
 
 
 async def test_a_server_waits_for_a_slow_reader() -> None:
     """A client that does not read must not fill the memory."""
     size = 64 * MAX_UNREAD
-    big = STREAM_HEAD + f"Content-Length: {size}\r\n\r\n".encode() + bytes(size)
-
-    async with raw_server() as server:
-        written = asyncio.Event()
-
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(big)
-            await writer.drain()
-            written.set()
-            writer.close()
-
-        listening = await asyncio.start_server(answer, "127.0.0.1", 0)
-        server.port = listening.sockets[0].getsockname()[1]
-        with server.endpoint() as endpoint:
-            reply = await endpoint.post({}, b"", streamed=True)
-            for _ in range(20):
-                await asyncio.sleep(0.005)
-            assert not written.is_set()
-            assert sum([len(part) async for part in reply.parts]) == size
-        listening.close()
+    async with raw_server([STREAM_HEAD + f"Content-Length: {size}\r\n\r\n".encode(), bytes(size)]) as (
+        server,
+        endpoint,
+    ):
+        reply = await endpoint.post({}, b"", streamed=True)
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert server.sent == 1
+        assert sum([len(part) async for part in reply.parts]) == size
 
 
 BROKEN: list[list[Piece]] = [
@@ -217,65 +195,60 @@ BROKEN: list[list[Piece]] = [
 
 @pytest.mark.parametrize("pieces", BROKEN)
 async def test_a_reply_that_does_not_come_whole_is_an_error(pieces: list[Piece]) -> None:
-    async with raw_server(pieces) as server:
-        with server.endpoint() as endpoint:
-            with pytest.raises(ConnectionError):
-                await asyncio.wait_for(endpoint.post({}, b""), 10)
-            assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+    async with raw_server(pieces) as (server, endpoint):
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(endpoint.post({}, b""), 10)
+        assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
         assert server.connections == 2
 
 
 async def test_requests_at_once_have_connections_of_their_own_and_later_ones_share_them() -> None:
-    async with raw_server() as server:
-        with server.endpoint() as endpoint:
-            await asyncio.gather(*(endpoint.post({}, b"") for _ in range(8)))
-            assert server.connections == 8
-            await asyncio.gather(*(endpoint.post({}, b"") for _ in range(8)))
-            assert server.connections == 8
+    async with raw_server() as (server, endpoint):
+        await asyncio.gather(*(endpoint.post({}, b"") for _ in range(8)))
+        assert server.connections == 8
+        await asyncio.gather(*(endpoint.post({}, b"") for _ in range(8)))
+        assert server.connections == 8
+        endpoint.close()
         await until(lambda: server.closed == 8)
 
 
 async def test_a_connection_that_was_idle_for_long_is_not_used_again() -> None:
-    async with raw_server() as server:
-        with server.endpoint(idle=0.0) as endpoint:
-            for _ in range(3):
-                await endpoint.post({}, b"")
+    async with raw_server(idle=0.0) as (server, endpoint):
+        for _ in range(3):
+            await endpoint.post({}, b"")
         assert server.connections == 3
 
 
 async def test_a_connection_that_the_server_closed_or_spoke_on_is_not_used_again() -> None:
-    async with raw_server([PLAIN, None], [PLAIN, PLAIN]) as server:
-        with server.endpoint() as endpoint:
-            for _ in range(3):
-                assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
-                for _ in range(20):  # Turns of the loop, in which the rest arrives however slow the machine is.
-                    await asyncio.sleep(0.005)
+    async with raw_server([PLAIN, None], [PLAIN, PLAIN]) as (server, endpoint):
+        for _ in range(3):
+            assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+            for _ in range(20):  # Turns of the loop, in which the rest arrives however slow the machine is.
+                await asyncio.sleep(0.005)
         assert server.connections == 3
 
 
 async def test_a_cancelled_request_leaves_its_connection_to_nobody() -> None:
-    async with raw_server([PLAIN[:-1]]) as server:
-        with server.endpoint() as endpoint:
-            asking = asyncio.create_task(endpoint.post({}, b""))
-            await until(lambda: server.requests)
-            asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            await until(lambda: server.closed == 1)
-            assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
+    async with raw_server([PLAIN[:-1]]) as (server, endpoint):
+        asking = asyncio.create_task(endpoint.post({}, b""))
+        await until(lambda: server.requests)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(lambda: server.closed == 1)
+        assert shown(await endpoint.post({}, b"")) == (200, "3", b"hello")
         assert server.connections == 2
 
 
 async def test_what_is_in_flight_ends_after_the_endpoint_was_closed() -> None:
     release = asyncio.Event()
-    async with raw_server([release, PLAIN]) as server:
-        with server.endpoint() as endpoint:
-            asking = asyncio.create_task(endpoint.post({}, b""))
-            await until(lambda: server.requests)
-            endpoint.close()
-            release.set()
-            assert shown(await asking) == (200, "3", b"hello")
-            await until(lambda: server.closed == 1)
+    async with raw_server([release, PLAIN]) as (server, endpoint):
+        asking = asyncio.create_task(endpoint.post({}, b""))
+        await until(lambda: server.requests)
+        endpoint.close()
+        release.set()
+        assert shown(await asking) == (200, "3", b"hello")
+        await until(lambda: server.closed == 1)
 
 
 @pytest.fixture

@@ -210,18 +210,23 @@ async def test_a_server_that_is_not_what_is_trained_stops_the_run_with_both_numb
     assert len(bench.log.lines) == steps, "the numbers of the last step are recorded"
 
 
-ENDINGS: dict[str, Callable[[Rollout], Ending]] = {
-    "all crash": lambda rollout: Ending.CRASHED,
-    "a step between": lambda rollout: Ending.CRASHED if rollout.step % 2 else Ending.FINISHED,
-    "another reason each": lambda rollout: Ending.NO_CALL if rollout.step % 2 else Ending.CRASHED,
+ENDINGS: dict[str, tuple[Callable[[Rollout], Ending], int, str]] = {
+    "all crash": (lambda rollout: Ending.CRASHED, 2, "8 crashed"),
+    "a step between": (lambda rollout: Ending.CRASHED if rollout.step % 2 else Ending.FINISHED, 4, ""),
+    "another reason each": (
+        lambda rollout: Ending.NO_CALL if rollout.step % 2 else Ending.CRASHED,
+        2,
+        "4 no_call, 4 crashed",
+    ),
+    "groups too small": (lambda rollout: Ending.LOST if rollout.member else Ending.FINISHED, 2, r"\d+ ending"),
 }
 
 
-@pytest.mark.parametrize(("name", "steps"), [("all crash", 2), ("a step between", 4), ("another reason each", 2)])
-async def test_two_such_steps_in_a_row_end_a_run(tmp_path: Path, name: str, steps: int) -> None:
+@pytest.mark.parametrize("name", ENDINGS)
+async def test_two_such_steps_in_a_row_end_a_run(tmp_path: Path, name: str) -> None:
     bench = make_bench(tmp_path, steps=4)
-    bench.collector.ending = ENDINGS[name]
-    with pytest.raises(TrainingError) if steps < 4 else nullcontext():
+    bench.collector.ending, steps, reason = ENDINGS[name]
+    with pytest.raises(TrainingError, match=rf": {reason}\.") if reason else nullcontext():
         await bench.trainer.train()
     assert bench.trainer.state.step == steps
 
@@ -238,13 +243,6 @@ async def test_what_training_brings_along_ends_no_run(tmp_path: Path, dropped: D
     # What the engine could not take was in no group's mean; `agl show` explains the group by what has an advantage.
     advantages = {record.advantage for record in bench.store.written if isinstance(record, TrainingRecord)}
     assert advantages == {0.0 if dropped is DropReason.NO_ADVANTAGE else None}
-
-
-async def test_groups_that_are_too_small_are_so_for_another_reason(tmp_path: Path) -> None:
-    bench = make_bench(tmp_path)
-    bench.collector.ending = lambda rollout: Ending.LOST if rollout.member else Ending.FINISHED
-    with pytest.raises(TrainingError, match=r": \d+ ending\."):
-        await bench.trainer.train()
 
 
 @pytest.mark.parametrize(

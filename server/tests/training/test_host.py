@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -222,34 +219,3 @@ async def test_a_process_that_does_not_end_is_killed(context: EngineContext, mon
     await engine.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(engine.pid, 0)
-
-
-def test_a_process_ends_with_its_run(context: EngineContext, tmp_path: Path) -> None:
-    code = f"""
-import asyncio, os, signal
-from pathlib import Path
-from host_child import Script
-from agl_server.engines.host import ProcessEngine
-from agl_core.protocols import EngineContext, PolicySpec
-
-class Engine(ProcessEngine):
-    module = "host_child"
-    def remedy(self, lines, exit_code):
-        return None
-
-async def main():
-    folder = Path({json.dumps(str(tmp_path))})
-    engine = Engine(Script(), EngineContext(folder / "run", 0, {{"default": PolicySpec(str(folder))}}, False, (), "k"))
-    await engine.start()
-    print(engine.pid, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-asyncio.run(main())
-"""
-    parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False, timeout=120)
-    assert parent.returncode == -signal.SIGKILL
-    child = Path(f"/proc/{int(parent.stdout)}/stat")
-    for _ in range(600):
-        if not child.exists() or child.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return
-        subprocess.run(["sleep", "0.1"], check=True)
-    pytest.fail("the engine's process outlived its run")

@@ -137,6 +137,41 @@ async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
 STEP = {"transitions/kept": 8.0, "ending/finished": 8.0, "seconds/rollouts": 1.0, "seconds/update": 2.0}
 
 
+TRIED = {**STEP, "rollouts": 16.0, "reward/mean": 0.3, "reward/std": 0.46, "groups/no_contrast": 0.25}
+UNTRAINED = {**TRIED, "transitions/kept": 0.0, "dropped/untrained_agent": 16.0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "held_out", "verdict"),
+    [
+        ([TRIED] * 3, [0.1, 0.9], "learned: the held-out reward (eval/greedy) rose from 0.1 to 0.9"),
+        (
+            [TRIED] * 3,
+            [0.3, 0.35],
+            "not yet: the held-out reward (eval/greedy) went from 0.3 to 0.35, which is no more",
+        ),
+        (
+            [TRIED, {**TRIED, "reward/mean": 1.0, "reward/std": 0.0}],
+            [],
+            "learned: the training reward rose from 0.3 to 1",
+        ),
+        (
+            [UNTRAINED] * 3,
+            [],
+            "cannot: nothing was trained on; dropped: 48 untrained_agent. Name agents in train.agents",
+        ),
+    ],
+)
+def test_a_run_has_a_verdict_in_words(steps: list[dict[str, float]], held_out: list[float], verdict: str) -> None:
+    evaluated = {"eval/greedy/rollouts": 20.0, "eval/greedy/reward/std": 0.4}
+    lines = [MetricsLine(n, "train", step) for n, step in enumerate(steps, 1)]
+    for step, reward in zip((0, len(steps)), held_out, strict=False):
+        lines.append(MetricsLine(step, "eval", {**evaluated, "eval/greedy/reward/mean": reward}))
+    given = verdict_of(lines)
+    assert given is not None
+    assert given.text.startswith(verdict)
+
+
 @pytest.mark.parametrize(
     ("held_out", "losses", "verdict"),
     [

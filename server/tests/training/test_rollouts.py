@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -29,7 +29,6 @@ from agl_core.types import (
     Mode,
     Rollout,
     RolloutState,
-    Task,
 )
 from agl_core.wire import Activity
 from agl_server.gateway.calls import call_seed
@@ -37,6 +36,8 @@ from agl_server.health.alarms import StallWatch
 from agl_server.training.evaluation import Evaluator
 from agl_server.training.metrics import Observer
 from agl_server.training.rollouts import Collector, TrainingPlan
+
+from .scripted_training import Numbers
 
 
 class ScriptedQueue:
@@ -72,23 +73,13 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@dataclass
-class Numbers:
-    """Tasks; the even ones say their split."""
-
-    size: int | None
-
-    def task(self, index: int) -> Task:
-        return Task(f"t{index}", index) if index % 2 else Task(f"t{index}", index, "test")
-
-
 def plan(source: Numbers, restart: int = 0, groups: int = 3, size: int = 2, seed: int = 0) -> TrainingPlan:
     return TrainingPlan(source, "x", restart, seed, groups_per_step=groups, group_size=size)
 
 
 def evaluation(count: int, restart: int = 0, step: int = 0) -> list[list[Rollout]]:
     """The groups of two held-out sets in both modes."""
-    sets = dict.fromkeys(("eval", "other"), Numbers(None))
+    sets = dict.fromkeys(("eval", "other"), Numbers())
     evaluator = Evaluator(None, sets, EvalSection(tasks=count), "x", restart, Observer())  # type: ignore[arg-type]
     modes = (Mode.EVAL_GREEDY, Mode.EVAL_SAMPLED)
     return [group for split in sets for mode in modes for group in evaluator.planned(step, split, mode)]
@@ -102,14 +93,14 @@ def test_each_epoch_of_a_finite_source_visits_every_task_once_in_its_own_order(
     orders = [visited[epoch * size : (epoch + 1) * size] for epoch in range(epochs)]
     assert all(sorted(order) == list(range(size)) for order in orders)
     assert len({*map(tuple, orders)}) == epochs or size < 20
-    assert [train_index(Numbers(None), position, seed) for position in range(20)] == list(range(20))
+    assert [train_index(Numbers(), position, seed) for position in range(20)] == list(range(20))
 
 
 def test_ids_and_seeds_of_rollouts_are_unique_and_a_resumed_run_repeats_the_seeds() -> None:
-    groups = [plan(Numbers(None)).group(position) for position in range(5)]
+    groups = [plan(Numbers()).group(position) for position in range(5)]
     steps = [(group[0].group, {rollout.step for rollout in group}) for group in groups]
     assert steps == [("s1-g0", {1}), ("s1-g1", {1}), ("s1-g2", {1}), ("s2-g0", {2}), ("s2-g1", {2})]
-    again = plan(Numbers(None), restart=2).group(3)
+    again = plan(Numbers(), restart=2).group(3)
     assert [rollout.id for rollout in again] == ["s2-g0-r2-m0", "s2-g0-r2-m1"]
 
     every = [*groups, again, *evaluation(2, step=0), *evaluation(2, restart=1, step=1)]

@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter
 from agl_core.capture.requests import HEADER_ROLLOUT
 from agl_core.learning.transitions import grammar_of
 from agl_core.testing.upstream import END_TOKEN, logprob
-from agl_core.types import AttemptKey, FinishReason, Mode
+from agl_core.types import AttemptKey, Call, FinishReason, Mode
 from agl_server.testing import Stack
 
 from ..server_aids import HELLO, OWN, chunks_of, events_of, extras, post, reply
@@ -209,10 +209,12 @@ async def test_null_and_what_asks_for_nothing_is_absent(stack: Stack, name: str)
 
 
 @every_api
-async def test_replies_and_streams_fit_the_schema_and_have_no_extras(stack: Stack, key: AttemptKey, name: str) -> None:
+async def test_replies_and_streams_fit_the_schema_have_no_extras_and_are_recorded_alike(
+    stack: Stack, key: AttemptKey, name: str
+) -> None:
     api = APIS[name]
     for case, own in OWN.items():
-        stack.upstream.script(*[reply(own)] * 2)
+        stack.upstream.script(*[reply(own, stop_reason="END" if own is OWN["text"] else None)] * 2)
         whole, streamed = await ask(stack, key, name, {}, {"stream": True})
         assert streamed.headers["content-type"].startswith("text/event-stream")
         events = chunks_of(streamed.text) if name.endswith("completions") else events_of(streamed.text)
@@ -221,6 +223,20 @@ async def test_replies_and_streams_fit_the_schema_and_have_no_extras(stack: Stac
         names = [path.rpartition(".")[2] for model in (message, *parsed) for path in extras(model)]
         assert not set(names) - {"reasoning", "reasoning_content"}, case
         CHECKS[name](message.model_dump(), events, own)
+        assert stack.upstream.received[-1].body["stream"] is True
+        check_records(*(await stack.calls(key))[-2:])
+
+
+def check_records(whole: Call, added_up: Call) -> None:
+    for field in ("version", "prefilled", "reused", "prefix_broken", "api", "undelivered"):
+        assert getattr(added_up, field) == getattr(whole, field)
+    assert added_up.prompt_ids.tolist() == whole.prompt_ids.tolist()
+    for ours, theirs in zip(added_up.choices, whole.choices, strict=True):
+        assert (ours.finish_reason, ours.parse_error) == (theirs.finish_reason, theirs.parse_error)
+        said, expected = ({k: v for k, v in c.message.items() if v not in (None, "", [])} for c in (ours, theirs))
+        assert said == expected
+        for mine, other in ((ours.response_ids, theirs.response_ids), (ours.logprobs, theirs.logprobs)):
+            assert mine.tolist() == other.tolist()
 
 
 def check_chat(whole: Any, chunks: Any, own: Any) -> None:

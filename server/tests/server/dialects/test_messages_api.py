@@ -41,7 +41,7 @@ async def test_stop_reasons(stack: Stack, claude: AsyncAnthropic) -> None:
 
 
 async def test_the_key_is_taken_from_either_header(
-    stack: Stack, key: AttemptKey, monkeypatch: pytest.MonkeyPatch
+    stack: Stack, key: AttemptKey, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (
         ("ANTHROPIC_BASE_URL", stack.url(key).removesuffix("/v1")),
@@ -57,8 +57,7 @@ async def test_the_key_is_taken_from_either_header(
         with pytest.raises(anthropic.AuthenticationError, match="is not the right one") as raised:
             await anthropic.AsyncAnthropic(api_key=other).messages.create(**GOOD)
         assert raised.value.type == "authentication_error"
-    async with httpx.AsyncClient(trust_env=False) as client:
-        none = await client.post(f"{stack.url(key)}/messages", json=GOOD)
+    none = await http.post(f"{stack.url(key)}/messages", json=GOOD)
     assert (none.status_code, "is missing" in none.text) == (401, True)
     assert len(await stack.calls(key)) == 3
 
