@@ -203,7 +203,7 @@ def test_trying_rewards_asks_first(foreign: Any, agl: Agl, monkeypatch: pytest.M
 # Runs from Python: what was recorded as tables, also where an event loop runs.
 
 
-async def test_a_run_is_read_as_tables_in_a_notebooks_loop(run: Any) -> None:
+async def test_a_run_is_read_as_tables_in_a_notebooks_loop(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     read = agl_server.Run("calc")
     rollouts, transitions = read.rollouts(), read.transitions()
     assert dict(zip(rollouts["rollout"], rollouts["terminal_reward"], strict=True)) == {
@@ -213,10 +213,7 @@ async def test_a_run_is_read_as_tables_in_a_notebooks_loop(run: Any) -> None:
     assert set(read.transitions(max_reward=0.5)["rollout"]) == {"s1-g0-m1"}
     assert read.dataset()["credit"] == transitions["credit"].tolist()
     assert (read.verdict, len(read.metrics())) == (None, 0)
-
-
-async def test_a_rollout_is_shown(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    agl_server.Run("calc").show("s1-g0-m0")
+    read.show("s1-g0-m0")
     assert "terminal reward: 1" in capsys.readouterr().out
 
 

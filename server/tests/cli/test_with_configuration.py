@@ -85,23 +85,12 @@ CONFIG = """
     config_version = 1
     name = "tried"
     plugins = ["elsewhere.py"]
-
-    [agent]
-    entry = "agent:solve"
-    attach = false
-
-    [tasks.train]
-    source = "jsonl"
-    path = "tasks.jsonl"
-
-    [policies.default.model]
-    path = "weights"
-
-    [algorithm]
-    name = "plain"
-
-    [engine]
-    name = "elsewhere"
+    agent.entry = "agent:solve"
+    agent.attach = false
+    tasks.train = { source = "jsonl", path = "tasks.jsonl" }
+    policies.default.model.path = "weights"
+    algorithm.name = "plain"
+    engine.name = "elsewhere"
 """
 
 AGENT = """

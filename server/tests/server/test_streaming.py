@@ -22,7 +22,7 @@ from agl_core.types import AttemptKey, FinishReason
 from agl_server.testing import Stack, running_stack, until
 
 from .all_clients import STREAMING, Gets
-from .server_aids import GOOD, SMALLEST, chunks_of, client_of, clients_waiting, closed, open_attempt
+from .server_aids import GOOD, SMALLEST, chunks_of, client_of, clients_waiting, closed, open_attempt, post
 
 LONG = Say("A long text that goes out in many pieces, one after the other.")
 REQUESTS = {**SMALLEST, "messages": {**GOOD, "max_tokens": 999}}

@@ -82,10 +82,9 @@ def config(**sections: Any) -> RunConfig:
     )
 
 
-def loaded_of(chosen: RunConfig, engine: CountingEngine) -> Any:
-    """A configuration whose engine tokenises if this one does."""
-    provides = {Capability.RECORDED_TEXTS} if isinstance(engine, Tokenizing) else set()
-    component = SimpleNamespace(component=SimpleNamespace(provides=provides))
+def loaded_of(chosen: RunConfig) -> Any:
+    """A configuration whose engine tokenises."""
+    component = SimpleNamespace(component=SimpleNamespace(provides={Capability.RECORDED_TEXTS}))
     return SimpleNamespace(config=chosen, engine=component, imitates=False, trains_on_texts=False)
 
 
@@ -93,7 +92,6 @@ def record_run(
     folder: Path,
     *,
     mode: Mode = Mode.TRAIN,
-    reward: bool = True,
     reply: str = "five",
     members: int = 2,
     split: str = "train",
@@ -117,9 +115,7 @@ def record_run(
         ids = None if given["response_ids"] is None else PROMPT
         sampled = {"version": 3, "agent": "solver", "effective": effective, "prompt_ids": ids}
         records.append(make.call(0, answered, rollout=name, request={"messages": [USER]}, **sampled))
-        if reward:
-            records.append(Reward(name, 0, "right", float(member), "right"))
-
+        records.append(Reward(name, 0, "right", float(member), "right"))
     write_store(folder / "store.sqlite", *records)
 
 
@@ -131,7 +127,7 @@ class Taken:
     ) -> None:
         source = RecordedRuns(RecordedOptions(run=folder, **options), Path(), 0)
         self.store, self.without_logprobs = MemoryStore(), source.without_logprobs
-        loaded = loaded_of(chosen or config(train={"refill": refill}), engine or Tokenizing())
+        loaded = loaded_of(chosen or config(train={"refill": refill}))
         hook: Any = type("Hook", (), {"episode_built": staticmethod(lambda episode: episode)})
         queue: Any = None
         collector = Collector(self.store, queue, (), dict.fromkeys(Ending, "score"), hook, lambda: None)
@@ -270,7 +266,7 @@ class Scoring(Tokenizing):
 async def measured(folder: Path, **train: Any) -> dict[str, float]:
     """The scores of a recorded held-out set."""
     source, engine = RecordedRuns(RecordedOptions(run=folder), Path(), 0), Scoring()
-    loaded = loaded_of(config(train={"agents": ["*"], **train}), engine)
+    loaded = loaded_of(config(train={"agents": ["*"], **train}))
     recordings = Recordings(source, loaded, engine, imitated=True)
     return await HeldOutReplies("eval", recordings, 2000).measure()
 
@@ -291,7 +287,7 @@ def test_what_is_imitated_has_no_log_probabilities_and_the_temperature_of_this_r
     record_run(tmp_path / "old", members=1)
     source = RecordedRuns(RecordedOptions(run=tmp_path / "old"), Path(), 0)
     engine = Tokenizing([9, 9])
-    recordings = Recordings(source, loaded_of(config(sampling={"temperature": 0.5}), engine), engine, imitated=True)
+    recordings = Recordings(source, loaded_of(config(sampling={"temperature": 0.5})), engine, imitated=True)
 
     [[recorded]] = asyncio.run(source.groups([0]))
     own = asyncio.run(recordings.adopt(recorded, make.rollout("mine")))

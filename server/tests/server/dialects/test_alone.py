@@ -180,22 +180,16 @@ async def test_a_call_that_is_recorded_is_not_counted_though_another_library_car
     assert (len(episode.transitions), episode.bypassed) == (1, None)
 
 
-def test_the_rewards_that_the_agent_reports_are_in_the_episode() -> None:
-    alone = LocalRollouts()
-    rollout = alone.begin("r")
-    with running(rollout.attempt):
-        agl_core.reward(0.5)
-        agl_core.reward(1, name="short")
-    rollout.finish()
-    (episode,) = alone.episodes()
-    assert [(r.rollout, r.name, r.value) for r in episode.rewards] == [("r", "reward", 0.5), ("r", "short", 1.0)]
-    assert reported(episode) == 1.5
-
-
-def test_the_latest_runs_are_kept() -> None:
+def test_the_latest_episodes_are_kept_with_the_rewards_that_the_agent_reports() -> None:
     alone = LocalRollouts(keep=2)
     for name in "abc":
-        alone.begin(name).finish(name)
-    assert [episode.result for episode in alone.episodes()] == ["b", "c"]
+        rollout = alone.begin(name)
+        with running(rollout.attempt):
+            agl_core.reward(0.5)
+            agl_core.reward(1, name="short")
+        rollout.finish(name)
+    episodes = alone.episodes()
+    assert [(episode.result, reported(episode)) for episode in episodes] == [("b", 1.5), ("c", 1.5)]
+    assert [(r.rollout, r.name, r.value) for r in episodes[0].rewards] == [("b", "reward", 0.5), ("b", "short", 1.0)]
     alone.clear()
     assert alone.episodes() == []
