@@ -105,7 +105,6 @@ def test_the_template_tells_the_format(template: str, name: str | None) -> None:
         (HERMES, '<tool_call>{"name": "f", "arguments": {}}', "not closed"),
         (HERMES, '{"name": "f", "arguments": {}}</tool_call>', "without"),
         (HERMES, "<tool_call>{broken</tool_call>", "no JSON"),
-        (HERMES, "<tool_call></tool_call>", "no JSON"),
         (HERMES, '<tool_call>{"arguments": {}}</tool_call>', "no name"),
         (HERMES, '<tool_call>{"name": "f"}</tool_call>', "'arguments'"),
         (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "'arguments'"),
@@ -115,7 +114,6 @@ def test_the_template_tells_the_format(template: str, name: str | None) -> None:
         (LLAMA_JSON, '{"name": "f", "parameters": {', "no JSON"),
         (LLAMA_JSON, "<|python_tag|>f(x=1)", "no JSON"),
         (LLAMA_JSON, '{"name": "f"}', "'parameters'"),
-        (PLAIN, "Action: f", "no JSON"),
         (PLAIN, "Action: f {", "no JSON"),
         (PLAIN, "Action: f [1]", "'arguments'"),
         (PLAIN, 'Action: {"x": 1}', "not like 'Action: NAME"),
@@ -334,11 +332,8 @@ def test_prose_is_given_before_its_end(name: str) -> None:
     ("text", "is_thinking", "reasoning", "content"),
     [
         ("<think>\na\n b\n</think>\n\nc", False, "a\n b", "c"),
-        ("a</think>c", True, "a", "c"),
-        ("<think>a</think>c", True, "a", "c"),
         ("<think>\n\n</think>\n\nc", False, "", "c"),
         ("<think>a", False, "a", ""),  # cut
-        ("a </thi", True, "a </thi", ""),
         (" a</think>c", False, "", " a</think>c"),  # vLLM takes any text as reasoning before it has ended
         ("So <think>a</think>", False, "", "So <think>a</think>"),
         ("<think>a</think>b</think>c", False, "a", "b</think>c"),

@@ -1,8 +1,7 @@
-"""Every algorithm on every batch; the package as a plugin, and an algorithm as a user writes it."""
+"""Every algorithm on every batch, made as a run makes it, and what each takes and needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import pytest
@@ -13,22 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from agl_algorithms import Algorithm, plugin
-from agl_algorithms.distill import Distill
-from agl_algorithms.dpo import Dpo
-from agl_algorithms.grpo import Grpo
-from agl_algorithms.imitation import Rft, Sft
-from agl_algorithms.plugin import (
-    DistillOptions,
-    DpoOptions,
-    GrpoOptions,
-    PpoOptions,
-    ReinforceOptions,
-    RftOptions,
-    SftOptions,
-)
 from agl_algorithms.policy_gradient import Logprobs, Samples
-from agl_algorithms.ppo import Ppo
-from agl_algorithms.reinforce import Reinforce
 from agl_core import Capability, CreditKind, kinds
 from agl_core.config.resolve import ChosenComponent
 from agl_core.plugins import Plugins
@@ -37,30 +21,35 @@ from .conftest import Row, batches, build, critic_values, make_logprobs, select
 
 Change: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
+REGISTERED = Plugins()
+REGISTERED.register(plugin, "test")
+
+
+def choose(name: str, **options: Any) -> ChosenComponent:
+    component = REGISTERED.components(kinds.ALGORITHM)[name]
+    return ChosenComponent(component, component.options(**options))
+
+
+def made(name: str, **options: Any) -> Algorithm:
+    return choose(name, **options).build()
+
+
 EVERY_KIND: list[Algorithm] = [
-    Grpo(GrpoOptions()),
-    Grpo(GrpoOptions(beta=0, std_normalization=False, aggregation="token-mean")),
-    Grpo(GrpoOptions(clip_high=0.28, aggregation="sequence-mean", entropy=0.1)),
-    Grpo(GrpoOptions(ratio="sequence", clip=0.1, clip_high=0.2, importance_cap=1.1)),
-    Reinforce(ReinforceOptions()),
-    Reinforce(ReinforceOptions(across_calls=True, gamma=0.7, whitening="transitions", beta=0.1, clip_high=0.3)),
-    Ppo(PpoOptions(importance_cap=2, importance_level="sequence")),
-    Ppo(PpoOptions(gamma=0.9, lam=0.8, whitening="off", importance_cap=1.1, aggregation="token-mean")),
-    Ppo(PpoOptions(across_calls=True, gamma=0.9, lam=0.5, beta=0.2)),
-    Sft(SftOptions()),
-    Rft(RftOptions(threshold=0.25, aggregation="token-mean")),
-    Rft(RftOptions(top_k=2)),
+    made("grpo"),
+    made("grpo", beta=0, std_normalization=False, aggregation="token-mean"),
+    made("grpo", clip_high=0.28, aggregation="sequence-mean", entropy=0.1),
+    made("grpo", ratio="sequence", clip=0.1, clip_high=0.2, importance_cap=1.1),
+    made("reinforce++"),
+    made("reinforce++", across_calls=True, gamma=0.7, whitening="transitions", beta=0.1, clip_high=0.3),
+    made("ppo", importance_cap=2, importance_level="sequence"),
+    made("ppo", gamma=0.9, lam=0.8, whitening="off", importance_cap=1.1, aggregation="token-mean"),
+    made("ppo", across_calls=True, gamma=0.9, lam=0.5, beta=0.2),
+    made("sft"),
+    made("rft", threshold=0.25, aggregation="token-mean"),
+    made("rft", top_k=2),
 ]
-WITH_DPO: list[Algorithm] = [*EVERY_KIND, Dpo(DpoOptions())]
+WITH_DPO: list[Algorithm] = [*EVERY_KIND, made("dpo")]
 """DPO's weights do not sum to one."""
-BUILT: dict[str, Callable[..., Algorithm]] = {
-    "grpo": lambda **options: Grpo(GrpoOptions(**options)),
-    "reinforce": lambda **options: Reinforce(ReinforceOptions(**options)),
-    "ppo": lambda **options: Ppo(PpoOptions(**options)),
-    "sft": lambda **options: Sft(SftOptions(**options)),
-    "rft": lambda **options: Rft(RftOptions(**options)),
-    "distill": lambda **options: Distill(DistillOptions(**options)),
-}
 OF_ALL: list[Change] = [
     ({}, {"clip": 0.1}),
     ({}, {"clip_high": 0.4}),
@@ -86,7 +75,7 @@ CHANGES: dict[str, list[Change]] = {
         ({"ratio": "sequence"}, {"clip": 0.2}),
         ({"ratio": "sequence"}, {"clip_high": 0.2}),
     ],
-    "reinforce": ACROSS_CALLS,
+    "reinforce++": ACROSS_CALLS,
     "ppo": [*ACROSS_CALLS, ({}, {"gamma": 0.5}), ({}, {"lam": 0.5}), ({"across_calls": True}, {"lam": 0.5})],
 }
 """Settings of each algorithm, and a change of them, beside those that all have."""
@@ -125,7 +114,7 @@ def test_every_loss_option_changes_the_gradient(
 ) -> None:
     logprobs = make_logprobs(ragged.mask_R.numel(), seed=3)
     before, after = (
-        torch.autograd.grad(whole_loss(BUILT[name](**options), ragged, logprobs), logprobs.current_R)[0]
+        torch.autograd.grad(whole_loss(made(name, **options), ragged, logprobs), logprobs.current_R)[0]
         for options in (base, base | change)
     )
     assert not torch.allclose(before, after, rtol=1e-3, atol=1e-6)
@@ -140,8 +129,8 @@ def test_every_loss_option_changes_the_gradient(
         ("grpo", {"klip": 1}),
         ("grpo", {"target_kl": 0.02}),
         ("grpo", {"target_kl": 0, "epochs": 2}),
-        ("reinforce", {"gamma": 0.9}),
-        ("reinforce", {"whitening": "no"}),
+        ("reinforce++", {"gamma": 0.9}),
+        ("reinforce++", {"whitening": "no"}),
         ("sft", {"clip": 0.2}),
         ("rft", {"threshold": 0.5, "beta": 0.1}),
         ("rft", {}),
@@ -154,7 +143,7 @@ def test_every_loss_option_changes_the_gradient(
 )
 def test_settings_without_effect_and_out_of_bounds_are_refused(name: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        BUILT[name](**settings)
+        made(name, **settings)
 
 
 @given(batches(), st.sampled_from(EVERY_KIND))
@@ -199,58 +188,43 @@ def test_micro_batches_add_up_to_the_whole(batch: tuple[list[Row], int], algorit
         torch.testing.assert_close(combine(part[1][name] for part in parts), value)
 
 
-ALWAYS = {Capability.TOKEN_IDS}
-
-
 @pytest.mark.parametrize(
-    ("name", "algorithm_class", "options", "takes", "needs"),
+    ("name", "options", "takes", "needs"),
     [
-        ("grpo", Grpo, {}, CreditKind.RETURN, {Capability.GROUPS}),
-        ("grpo", Grpo, {"beta": 0.04}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE}),
-        (
-            "grpo",
-            Grpo,
-            {"target_kl": 0.02, "minibatches": 2},
-            CreditKind.RETURN,
-            {Capability.GROUPS, Capability.TARGET_KL},
-        ),
-        ("reinforce++", Reinforce, {}, CreditKind.RETURN, set()),
-        ("reinforce++", Reinforce, {"across_calls": True}, CreditKind.REWARD, set()),
-        ("reinforce++", Reinforce, {"beta": 0.1}, CreditKind.RETURN, {Capability.REFERENCE}),
-        ("dpo", Dpo, {}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE, Capability.RESCORE}),
-        ("distill", Distill, {"teacher": "a/b"}, None, {Capability.RESCORE, Capability.TEACHER}),
+        ("grpo", {}, CreditKind.RETURN, {Capability.GROUPS}),
+        ("grpo", {"beta": 0.04}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE}),
+        ("grpo", {"target_kl": 0.02, "minibatches": 2}, CreditKind.RETURN, {Capability.GROUPS, Capability.TARGET_KL}),
+        ("reinforce++", {}, CreditKind.RETURN, set()),
+        ("reinforce++", {"across_calls": True}, CreditKind.REWARD, set()),
+        ("reinforce++", {"beta": 0.1}, CreditKind.RETURN, {Capability.REFERENCE}),
+        ("dpo", {}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE, Capability.RESCORE}),
+        ("distill", {"teacher": "a/b"}, None, {Capability.RESCORE, Capability.TEACHER}),
         (
             "distill",
-            Distill,
             {"teacher": "http://there/v1", "teacher_model": "big"},
             None,
             {Capability.RESCORE, Capability.TEACHER, Capability.UNIT_TEMPERATURE},
         ),
         (
             "distill",
-            Distill,
             {"teacher": "a/b", "reward_weight": 0.5},
             CreditKind.RETURN,
             {Capability.GROUPS, Capability.RESCORE, Capability.TEACHER},
         ),
-        ("ppo", Ppo, {}, CreditKind.RETURN, {Capability.CRITIC}),
-        ("ppo", Ppo, {"across_calls": True}, CreditKind.REWARD, {Capability.CRITIC}),
-        ("ppo", Ppo, {"beta": 0.1}, CreditKind.RETURN, {Capability.CRITIC, Capability.REFERENCE}),
-        ("sft", Sft, {}, None, {Capability.DEMONSTRATIONS, Capability.RECORDED_TEXTS}),
-        ("rft", Rft, {"threshold": 0.5}, CreditKind.RETURN, set()),
-        ("rft", Rft, {"top_k": 1}, CreditKind.RETURN, {Capability.GROUPS}),
+        ("ppo", {}, CreditKind.RETURN, {Capability.CRITIC}),
+        ("ppo", {"across_calls": True}, CreditKind.REWARD, {Capability.CRITIC}),
+        ("ppo", {"beta": 0.1}, CreditKind.RETURN, {Capability.CRITIC, Capability.REFERENCE}),
+        ("sft", {}, None, {Capability.DEMONSTRATIONS, Capability.RECORDED_TEXTS}),
+        ("rft", {"threshold": 0.5}, CreditKind.RETURN, set()),
+        ("rft", {"top_k": 1}, CreditKind.RETURN, {Capability.GROUPS}),
     ],
 )
 def test_each_is_registered_with_what_it_takes_and_needs(
-    name: str, algorithm_class: type, options: dict[str, Any], takes: CreditKind | None, needs: set[Capability]
+    name: str, options: dict[str, Any], takes: CreditKind | None, needs: set[Capability]
 ) -> None:
-    plugins = Plugins()
-    plugins.register(plugin, "test")
-    component = plugins.components(kinds.ALGORITHM)[name]
-    chosen = ChosenComponent(component, component.options(**options))
-    algorithm = chosen.build()
-    assert isinstance(algorithm, algorithm_class)
-    assert chosen.needs == ALWAYS | needs
+    chosen = choose(name, **options)
+    algorithm, component = chosen.build(), chosen.component
+    assert chosen.needs == {Capability.TOKEN_IDS} | needs
     assert chosen.takes is takes
     # What it tells the engine is what the check goes by.
     assert algorithm.needs_critic == (Capability.CRITIC in needs)

@@ -75,10 +75,6 @@ def test_rft_is_sft_on_the_chosen_subset(batch: tuple[list[Row], int], chosen: A
     assert rft.keep(samples, rft.advantages(samples)).nonzero()[:, 0].tolist() == subset
 
 
-def dpo(**options: Any) -> Dpo:
-    return Dpo(DpoOptions(**options))
-
-
 def test_a_pair_is_the_best_and_the_worst_of_a_group_by_more_than_rounding() -> None:
     values = {0: [1.0, 0.5, 0.5, 0.0], 1: [0.1, 0.9], 2: [0.3, 0.1 + 0.2]}
     rows = [(group, value) for group, of_group in values.items() for value in of_group]
@@ -90,7 +86,7 @@ def test_a_pair_is_the_best_and_the_worst_of_a_group_by_more_than_rounding() -> 
 def test_only_rollouts_in_pairs_are_computed_and_a_masked_one_is_in_none() -> None:
     values = [(0, 1.0, True), (0, 0.5, True), (0, 0.0, True), (0, -1.0, False), (1, 2.0, True), (1, 2.0, True)]
     samples = make_samples([Row(group, i, value, (shown,)) for i, (group, value, shown) in enumerate(values)])
-    algorithm = dpo()
+    algorithm = Dpo(DpoOptions())
     assert algorithm.weights(samples).tolist() == [1, 0, 1, 0, 0, 0]
     assert algorithm.keep(samples, algorithm.advantages(samples)).tolist() == [True, False, True, False, False, False]
 

@@ -15,7 +15,7 @@ from torch.distributions import Categorical, kl_divergence
 
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions, PpoOptions, ReinforceOptions
-from agl_algorithms.policy_gradient import Logprobs, Samples
+from agl_algorithms.policy_gradient import Logprobs
 from agl_algorithms.ppo import Ppo, explained_variance
 from agl_algorithms.reinforce import Reinforce
 
@@ -93,17 +93,13 @@ def test_the_means_over_what_was_sampled_are_the_kls(current: Tensor, behaviour:
     assert on_policy["kl_reference"].item() == pytest.approx(exactly(current, reference), abs=1e-9)
 
 
-def ppo(**options: Any) -> Ppo:
-    return Ppo(PpoOptions(**options))
-
-
 def test_the_value_loss_worked_by_hand() -> None:
     # Old 0, target 1. A step to 0.9 counts as 0.2 (worse, so it is what counts); 0.1 is inside the clip range;
     # −0.5 counts as itself, for it is worse than −0.2.
     current = torch.tensor([0.9, 0.1, -0.5], dtype=torch.float64)
     old, target = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     weights = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
-    loss, metrics = ppo().value_loss(current, old, target, weights)
+    loss, metrics = Ppo(PpoOptions()).value_loss(current, old, target, weights)
     assert loss.item() == pytest.approx(0.5 * (0.5 * 0.64 + 0.25 * 0.81 + 0.25 * 2.25))
     assert metrics["value_loss"].item() == pytest.approx(loss.item())
     assert metrics["value_clip_fraction"].item() == pytest.approx(0.5)
@@ -124,17 +120,14 @@ def test_explained_variance_worked_by_hand() -> None:
     assert explained_variance(target * 0.5, target, uneven) == pytest.approx(1 - 0.046875 / 0.1875)
 
 
-def advantages(samples: Samples, **options: Any) -> Tensor:
-    return Reinforce(ReinforceOptions(**options)).advantages(samples)
-
-
 def test_choices_of_a_call_stand_side_by_side() -> None:
     # Call 0 has the choices worth 1 and 3, call 1 the choices worth 10 and 20: after call 0 comes their mean, 15.
     samples = make_samples([Row(0, 0, value, (True,)) for value in (1.0, 3.0, 10.0, 20.0)])
     samples = dataclasses.replace(samples, turn_N=torch.tensor([0, 0, 1, 1]))
     returns = torch.tensor([16.0, 18.0, 10.0, 20.0], dtype=torch.float64)
     expected = (returns - returns.mean()) / returns.std()
-    torch.testing.assert_close(advantages(samples, across_calls=True), expected, rtol=1e-6, atol=1e-6)
+    advantages = Reinforce(ReinforceOptions(across_calls=True)).advantages(samples)
+    torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rewards", [(0.3, 0.1 + 0.2, 0.3, 0.6 - 0.3, 0.1 + 0.1 + 0.1), (0.1 + 0.2 - 0.3, 0.0)])
