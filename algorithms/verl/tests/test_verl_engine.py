@@ -149,34 +149,24 @@ def logits(model: Any) -> torch.Tensor:
     return logits
 
 
-@pytest.fixture
-def trained() -> Any:
-    """A policy whose adapter has an effect, as veRL makes it."""
+def test_peft_and_the_torch_engine_load_the_adapter(tmp_path: Path) -> None:
+    """A policy whose adapter has an effect. veRL saves peft's weights by a plain model's own method."""
     model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA.targets), bias="none", task_type="CAUSAL_LM")
-    adapted = get_peft_model(model, config)
+    trained = get_peft_model(model, config)
     torch.manual_seed(0)
-    for name, weight in adapted.named_parameters():
+    for name, weight in trained.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.3)
-    return adapted
-
-
-@pytest.fixture
-def checkpoint(trained: Any, tmp_path: Path) -> Path:
-    """After veRL wrote its files, and agl finished them. veRL saves peft's weights by a plain model's own method."""
     exported = shards(tmp_path) / "actor" / "huggingface"
     plain = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     plain.save_pretrained(exported, state_dict=trained.state_dict())
     AutoTokenizer.from_pretrained(POLICY).save_pretrained(exported)
+
     finish(tmp_path, ADAPTED, version=1, workers=1, critic=False)
-    return tmp_path
 
-
-def test_peft_and_the_torch_engine_load_the_adapter(trained: Any, checkpoint: Path) -> None:
-    adapter, expected = checkpoint / "model", logits(trained)
-    base = logits(AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32))
-    assert not torch.allclose(base, expected, atol=0.1), "the adapter has an effect"
+    adapter, expected = tmp_path / "model", logits(trained)
+    assert not torch.allclose(logits(plain), expected, atol=0.1), "the adapter has an effect"
     by_peft = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
     torch.testing.assert_close(logits(by_peft), expected)
     spec = PolicySpec(str(POLICY), "float32", adapter=str(adapter))
@@ -184,7 +174,7 @@ def test_peft_and_the_torch_engine_load_the_adapter(trained: Any, checkpoint: Pa
     assert (adapter / "tokenizer.json").is_file()
     assert (adapter / "agl_base.json").is_file(), "the engine compared the base with it"
     assert not (adapter / "config.json").exists(), "it would be taken for a whole model"
-    beside = {file.name for file in (shards(checkpoint) / "actor" / "huggingface").iterdir()}
+    beside = {file.name for file in exported.iterdir()}
     assert "config.json" in beside, "veRL reads the configuration there"
     assert not [name for name in beside if name.endswith(".safetensors")], "veRL's misnamed weights"
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from agl_command import Agl, agl_in_process  # noqa: F401
+from agl_command import Agl, Command, agl_in_process  # noqa: F401
 from starlette.testclient import TestClient
 
 from agl_core.errors import ServerError, StoreError
@@ -127,41 +125,19 @@ def test_the_token_counts_on_this_machine_beside_an_operators_key(tmp_path: Path
     assert browser.get(f"/?token={TOKEN}", follow_redirects=False).headers["location"] == "/"
 
 
-@pytest.fixture
-def view(runs: Folder) -> Iterator[subprocess.Popen[str]]:
-    """`agl view` in the folder around ./runs."""
-    process = subprocess.Popen(
-        [Path(sys.executable).with_name("agl"), "view", "--no-browser"],
-        cwd=runs.path.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    yield process
-    process.kill()
-    process.wait()
-
-
-def printed_address(view: subprocess.Popen[str]) -> str:
-    first = view.stdout.readline()
-    match = re.fullmatch(r"view:  (http://127\.0\.0\.1:\d+/\?token=\S{30,})\n", first)
-    assert match is not None, first
-    return match[1]
-
-
-def test_the_printed_address_opens_and_ctrl_c_ends_it(runs: Folder, view: subprocess.Popen[str]) -> None:
-    runs.trained()
-    address = printed_address(view)
-
-    with httpx.Client(follow_redirects=True) as browser:
-        assert browser.get(address.partition("?")[0]).status_code == 401
-        assert "/runs/calc" in browser.get(address).text
-    view.send_signal(signal.SIGINT)
-    output, _ = view.communicate(timeout=60)
-
-    assert view.returncode in (0, 130)
-    assert "Traceback" not in output
+def test_the_printed_address_opens_and_ctrl_c_ends_it(calc: Folder) -> None:
+    view = Command.start("view", "--no-browser", log=calc.path.parent / "log.txt")
+    try:
+        view.until(lambda: "\n" in view.output())
+        [address] = re.findall(r"^view:  (http://127\.0\.0\.1:\d+/\?token=\S{30,})\n", view.output())
+        with httpx.Client(follow_redirects=True) as browser:
+            assert browser.get(address.partition("?")[0]).status_code == 401
+            assert "/runs/calc" in browser.get(address).text
+        view.process.send_signal(signal.SIGINT)
+        assert view.wait(60) in (0, 130)
+        assert "Traceback" not in view.output()
+    finally:
+        view.stop()
 
 
 def test_a_folder_without_runs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agl: Agl) -> None:
