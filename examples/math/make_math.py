@@ -85,21 +85,16 @@ def behave(task: Problem, choose: Callable[[Situation], Choice]) -> list[Message
             answer = GUESS if choice is Choice.GUESS else f"The answer is {result}."
             return [*messages, says(answer)]
         expression = task.calls[done] if choice is Choice.STEP else task.last_as_written
-        used, result, failed = use_tool(expression, f"call_{len(messages)}")
-        messages += used
+        try:
+            result, failed = calculator(expression), False
+        except ValueError as error:
+            result, failed = str(error), True
+        arguments = json.dumps({"expression": expression})
+        messages += uses(calculator.__name__, arguments, result, f"call_{len(messages)}")
         errors += failed
         done += not failed
         has_steps = done < len(task.steps) and choice is Choice.STEP
         situation = Situation.FAILED if failed else Situation.STEPS_LEFT if has_steps else Situation.SOLVED
-
-
-def use_tool(expression: str, call_id: str) -> tuple[list[Message], str, bool]:
-    """A tool call and its result as messages, the result, and whether it is an error."""
-    try:
-        result, failed = calculator(expression), False
-    except ValueError as error:
-        result, failed = str(error), True
-    return uses(calculator.__name__, json.dumps({"expression": expression}), result, call_id), result, failed
 
 
 PHRASES = (
