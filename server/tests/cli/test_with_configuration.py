@@ -215,12 +215,7 @@ def test_doctor_names_all_packages_that_are_not_installed(running: Bench, doctor
     [
         ("return 3.0", "return task['question']", "crashed, 1 calls", "TypeError: string indices must be integers"),
         ("reply = httpx2", "return 3.0\n        reply = httpx2", "no_call, 0 calls", "OPENAI_BASE_URL"),
-        (
-            "context.base_url",
-            "'http://127.0.0.1:9/v1'",
-            "crashed, 0 calls",
-            "If its LLM client reaches no server: Send",
-        ),
+        ("context.base_url", "'http://127.0.0.1:9/v1'", "crashed, 0 calls", "If its LLM client reaches no server:"),
     ],
     ids=["a key that its input does not have", "no call", "an address of its own"],
 )

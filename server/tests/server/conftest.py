@@ -38,13 +38,11 @@ async def key(stack: Stack) -> AttemptKey:
 
 @pytest.fixture
 def client(stack: Stack, key: AttemptKey) -> openai.AsyncOpenAI:
-    """The attempt's client."""
     return stack.client(key)
 
 
 @pytest.fixture
 def claude(stack: Stack, key: AttemptKey) -> anthropic.AsyncAnthropic:
-    """The attempt's client of Anthropic's API."""
     return client_of(stack, key)
 
 

@@ -166,7 +166,7 @@ async def test_a_record_replaces_the_one_with_its_key_and_keeps_its_place(store:
     assert (other.id, len(other.choices)) == ("equal content", 3)
 
 
-async def test_the_first_tool_result_of_an_id_stands_and_only_what_it_left_open_is_added(store: Store) -> None:
+async def test_the_first_tool_result_of_an_id_stands_and_only_what_it_left_open_is_added(store: SqliteStore) -> None:
     first = ToolResult("1:2", "r", 0, "add", ToolStatus.ERROR, error="no", parent_span="s", source=Source.SPAN)
     later = ToolResult(
         *("1:2", "r", 0, "mul", ToolStatus.OK, "c1", {"a": 1}, 3, None, "solver", "x", "y", 1.0, 2.0),
@@ -179,6 +179,10 @@ async def test_the_first_tool_result_of_an_id_stands_and_only_what_it_left_open_
     kept = replace(first, tool_call_id="c1", agent="solver")
     # In the order in which they were recorded.
     assert await store.tool_results([AttemptKey("s", 0), KEY]) == [kept, elsewhere, own]
+    annotation = Annotation("r", 0, "f", 1.0, {"reward": 0.5}, call="c")
+    await store.put(annotation)
+    await store.put(replace(annotation, received=2.0, said={}))
+    assert await store.annotations([KEY]) == [annotation]
 
 
 async def test_a_long_episode_takes_linear_space(path: Path) -> None:

@@ -307,16 +307,11 @@ async def test_a_rule_that_compares_waits_for_the_whole_group_and_its_rewards_ar
 
 async def test_groups_are_compared_at_the_same_time_and_rollouts_of_an_evaluation_are_groups_of_one() -> None:
     """Also where it repeats a task."""
-    seen: list[str] = []
-    everyone = threading.Semaphore(0)
+    everyone = threading.Barrier(3)
 
     async def compare(episodes: Sequence[Episode]) -> list[float]:
-        [episode] = episodes
-        seen.append(episode.rollout)
-        if len(seen) == 3:
-            everyone.release(3)
-        assert await asyncio.to_thread(everyone.acquire, timeout=30)
-        return [1.0]
+        await asyncio.to_thread(everyone.wait, 30)
+        return [float(len(episodes))]
 
     queue, store = ScriptedQueue(), MemoryStore()
     rollouts = await recorded(store, "a", "b", "c")

@@ -98,13 +98,20 @@ async def test_log_probabilities_that_do_not_fit_the_ids_are_not_recorded(stack:
     assert call.choices[0].logprobs is None
 
 
-async def test_the_reply_waits_for_the_commit(stack: Stack, key: AttemptKey) -> None:
+async def test_the_reply_waits_for_the_commit(stack: Stack, key: AttemptKey, client: AsyncOpenAI) -> None:
     store: MemoryStore = stack.store
-    for ask in (whole, last_event):
+
+    async def ask(stream: bool) -> None:
+        """Up to the end of the reply, or of what a stream has of it."""
+        reply: Any = await client.chat.completions.create(**GOOD, stream=stream)
+        while stream and (await anext(reply)).choices[0].finish_reason is None:
+            pass
+
+    for stream in (False, True):
         store.writable.clear()
         store.write_waits.clear()
         calls = len(await stack.calls(key))
-        asking = asyncio.ensure_future(ask(stack, key))
+        asking = asyncio.ensure_future(ask(stream))
         await store.write_waits.wait()
         done, _ = await asyncio.wait({asking}, timeout=0.05)
         assert not done, "the reply came before its call was committed"
@@ -112,16 +119,6 @@ async def test_the_reply_waits_for_the_commit(stack: Stack, key: AttemptKey) -> 
         store.writable.set()
         await asking
         assert len(await stack.calls(key)) == calls + 1
-
-
-async def whole(stack: Stack, key: AttemptKey) -> None:
-    await stack.client(key).chat.completions.create(**GOOD)
-
-
-async def last_event(stack: Stack, key: AttemptKey) -> None:
-    async for chunk in await stack.client(key).chat.completions.create(**GOOD, stream=True):
-        if chunk.choices[0].finish_reason is not None:
-            return
 
 
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
