@@ -15,12 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import orjson
 import pytest
 from running_servers import free_port
-from typer.testing import CliRunner
 
-from agl_core.cli import app
 from agl_core.types import Ending
 from agl_core.wire import WORKER_KEY
 
@@ -55,23 +52,6 @@ def test_a_worker_that_was_away_at_the_last_step_ends(tiny_run: Callable[..., Ti
     worker.process.wait(PATIENCE)
     run.finish()
     assert "the run is over" in worker.output()
-
-
-def test_a_run_without_a_worker_says_who_waits_for_whom(tiny_run: Callable[..., TinyRun]) -> None:
-    """In its terminal, in its metrics and to `agl doctor RUN`."""
-    run = tiny_run(workers=0, **{"train.steps": 1, "eval.every": 0, "alarms.stall": 1.0})
-    run.start()
-    run.until(lambda: "alarm stall" in run.trainer.output(), "the run said that it stalls")
-    [stall, *_] = [line for line in run.trainer.output().splitlines() if "alarm stall" in line]
-    assert "no worker runs a rollout, and 4 wait in the queue" in stall
-    assert "Start a worker: agl worker RUN" in stall
-    doctor = CliRunner().invoke(app, ["doctor", str(run.folder)]).output
-    assert "FAIL  waiting: no worker runs a rollout, and 4 wait in the queue" in doctor
-    run.begin("worker 0")
-    run.finish()
-    [line] = [orjson.loads(line) for line in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
-    assert line["alarm/stall"] == 1.0
-    assert {alarm["name"] for alarm in line["alarms"]} == {"stall"}
 
 
 STEPS = 6

@@ -7,15 +7,18 @@ import json
 import os
 import socket
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 import agl_server
 from agl_core.capture.requests import HEADER_ROLLOUT
+from agl_core.cli import app
 from agl_core.errors import CapabilityError, ServerError
 from agl_core.testing import episodes as make
 from agl_core.types import AlarmName, Task
@@ -24,6 +27,7 @@ from agl_server.health.alarms import alarms_of
 from agl_server.training.metrics import Observer
 from agl_server.training.run import local_server, new_run_dir, train
 
+from ..support.scripted_run import Lines
 from .conftest import Bench
 
 OF_OTHERS = {"seen.json", "weights.json", "store.sqlite.lock"}
@@ -204,6 +208,26 @@ def test_a_script_trains_and_reads_its_runs(bench: Bench) -> None:
         assert (len(run.metrics()), len(run.rollouts(mode="train"))) == (1, 4)
         assert run.transitions(mode="train")["agent"].unique().tolist() == ["solver"]
     assert second.folder.name == "mapped"
+
+
+async def test_a_run_without_a_worker_says_who_waits_for_whom(bench: Bench) -> None:
+    """In its terminal, in its metrics and to `agl doctor RUN`."""
+    given = {"workers.processes": 0, "train.steps": 1, "eval.every": 0, "alarms.stall": 1.0}
+    loaded, said = bench.load(given), Lines()
+    run_dir = new_run_dir(loaded)
+    training = asyncio.create_task(train(loaded, run_dir, said))
+    while not (stalls := [line for line in said.lines if "alarm stall" in line]) and not training.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    assert "no worker runs a rollout, and 4 wait in the queue" in stalls[0]
+    assert "Start a worker: agl worker RUN" in stalls[0]
+    doctor = await asyncio.to_thread(CliRunner().invoke, app, ["doctor", str(run_dir)])
+    assert "FAIL  waiting: no worker runs a rollout, and 4 wait in the queue" in doctor.output
+    worker = await asyncio.create_subprocess_exec(Path(sys.executable).with_name("agl"), "worker", run_dir)
+    await training
+    assert await worker.wait() == 0
+    [line] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert line["alarm/stall"] == 1.0
+    assert {alarm["name"] for alarm in line["alarms"]} == {"stall"}
 
 
 TOOLS = {"rewards.exact_match": {}, "rewards.tool_results": {}}
