@@ -95,7 +95,12 @@ def test_nothing_is_overwritten_without_force(folder: Path, policy: str, agl: Ag
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"my_agent.py", "plain.py", "reward.py"}
     assert (folder / "reward.py").read_text() == "# mine"
 
-    assert agl("init", "plain.py", "--model", policy, "--force").returncode == 0
+    written = agl("init", "plain.py", "--model", policy, "--force")
+    assert written.returncode == 0
+    assert "agent: def work in plain.py, which takes a text" in written.stdout
+    assert "none that an installed adapter knows" in written.stdout
+    assert tomllib.loads((folder / "train.toml").read_text())["agent"]["entry"] == "plain:work"
+    assert isinstance(json.loads((folder / "tasks.jsonl").read_text().splitlines()[0])["input"], str)
     assert "agl_core.reward_rule" in (folder / "reward.py").read_text()
 
 
@@ -180,11 +185,3 @@ def test_an_agent_file_that_cannot_be_used(folder: Path, policy: str, name: str,
         write_files(read_agent_file(folder / name, None), policy, force=False)
     assert what in str(error.value)
     assert not (folder / "train.toml").exists()
-
-
-def test_what_the_agent_takes_is_seen(folder: Path, policy: str, agl: Agl) -> None:
-    ended = agl("init", "plain.py", "--model", policy)
-    assert "agent: def work in plain.py, which takes a text" in ended.stdout
-    assert "none that an installed adapter knows" in ended.stdout
-    assert tomllib.loads((folder / "train.toml").read_text())["agent"]["entry"] == "plain:work"
-    assert isinstance(json.loads((folder / "tasks.jsonl").read_text().splitlines()[0])["input"], str)

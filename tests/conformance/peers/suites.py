@@ -151,16 +151,12 @@ class Expected:
         sections = (f"## {reason}\n" + "\n".join(tests) for reason, tests in self.groups.items())
         path.write_text("\n\n".join((f"# {distribution}=={self.release}", *sections)) + "\n")
 
-    @property
-    def passes(self) -> tuple[str, ...]:
-        return self.groups.get(PASSES, ())
-
     def differences(self, outcomes: Mapping[str, str]) -> Iterator[str]:
         """What newly passes, newly fails, is new or is gone."""
         known = {test for tests in self.groups.values() for test in tests}
-        varying = self.groups.get(VARIES, ())
+        passing, varying = (self.groups.get(name, ()) for name in (PASSES, VARIES))
         for test, outcome in outcomes.items():
-            if test not in known or (test not in varying and (outcome == "passed") != (test in self.passes)):
+            if test not in known or (test not in varying and (outcome == "passed") != (test in passing)):
                 yield f"{test} {'is new: ' if test not in known else ''}{outcome}"
         yield from (f"{test} is gone" for test in known - outcomes.keys())
 
