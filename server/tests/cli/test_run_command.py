@@ -80,7 +80,7 @@ ask("any", HELLO, reply, {"role": "tool", "tool_call_id": reply["tool_calls"][0]
 """
 
 
-def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -> None:
+def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench, agl: Agl) -> None:
     running.script("agent.py", PARENT)
     running.script("child.py", CHILD)
     mine = running.folder / "mine"
@@ -108,6 +108,7 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench) -
     assert "the model server tokenises each turn anew" in result.stderr
     message = f"past agl, and not recorded: 1 call to {running.upstream.url}/chat/completions"
     assert message in result.stderr.replace("localhost", "127.0.0.1")
+    assert 'state {"plan": ["ask", "search"]}' in agl("show", rollout.id).stdout
 
 
 def test_without_a_call_and_without_ids_it_says_so(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_a_python_without_agl_is_recorded_and_the_loss_is_told(running: Bench) -
     running.script("agent.py", ASKING + TOOLS)
     running.upstream.script(*[CallTools([("add", {"a": 1})])] * 6)
 
-    result = running.run("env", f"PYTHONPATH={SITE}{os.pathsep}{broken.parent}", sys.executable, "agent.py", "hi")
+    result = running.run("env", f"PYTHONPATH={SITE}{os.pathsep}{broken.parent}", sys.executable, "agent.py")
 
     assert result.returncode == 0, result.stderr
     assert "agl could not attach to" in result.stderr
