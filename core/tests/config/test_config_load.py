@@ -324,7 +324,8 @@ def test_what_is_stored_is_what_was_loaded(
     second = load(elsewhere / CONFIG_FILE)
 
     assert second.config == first.config
-    assert {"epsilon = 0.2", 'finished = "score"'} <= set((elsewhere / CONFIG_FILE).read_text().splitlines())
+    written = (elsewhere / CONFIG_FILE).read_text().splitlines()
+    assert {"epsilon = 0.2", "group_size = 8", 'finished = "score"'} <= set(written), "defaults too"
     assert second.config.folder == first.config.folder == folder / "inside"
     plain = first.config.model_dump(mode="json")
     assert (plain["async"]["in_flight"], plain["alarms"]["stall"]) == (40, 9.5)

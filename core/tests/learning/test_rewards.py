@@ -111,6 +111,7 @@ async def test_a_service_gets_a_few_requests_at_a_time_and_no_rule_waits_for_ano
         open_now += 1
         most = max(most, open_now)
         await here.wait()  # Nobody goes on before sixteen are here.
+        await asyncio.sleep(0.01)  # A seventeenth would come now.
         open_now -= 1
         return float(e.member)
 
