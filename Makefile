@@ -1,6 +1,8 @@
 # The tasks of this repository; `make` lists them. Works with GNU make 3.81 and newer.
 
 SHELL := bash
+# Tests start hundreds of processes, which need not compile the same files again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -22,7 +22,7 @@ BOUNDS = {
     "lines of the server": 12650,
     "lines of the largest room of both": 2890,
     "modules in a circle of imports": 0,
-    "lines of all Python": 103430,
+    "lines of all Python": 101500,
     "files that one call passes": 36,
     "settings": 158,
 }
