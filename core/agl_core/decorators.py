@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from agl_core import kinds
 from agl_core.errors import PluginError
-from agl_core.kinds import Capability, Kind, Register
+from agl_core.kinds import Capability, CreditKinds, Kind, Register
 from agl_core.plugins import DECORATED
 from agl_core.protocols import Adapter, GroupRewardRule
 from agl_core.types import CreditKind, Identity, Task
@@ -116,20 +116,20 @@ def group_reward_rule(function: Decorated) -> Decorated:
 
 def credit_rule(
     *,
-    kind: CreditKind | Collection[CreditKind],
+    kind: CreditKinds,
     name: str | None = None,
     needs: Collection[Capability] = (),
     provides: Collection[Capability] = (),
 ) -> Callable[[Decorated], Decorated]:
     """Make `function(episodes, *, settings…) -> list[list[float]]` a credit rule.
 
-    It gets one group of episodes and yields one value per transition, of the `kind` `CreditKind.RETURN` or
-    `CreditKind.REWARD`, or both if the algorithm may read them as either. `needs` is what it needs of the rest of the
-    run, for instance `Capability.GROUPS`. If tool results count in its values, it provides `Capability.TOOL_RESULTS`.
+    It gets one group of episodes and yields one value per transition, of the `kind` `CreditKind.RETURN`,
+    `CreditKind.REWARD` or `CreditKind.ADVANTAGE`, or several if the algorithm may read them as either. `needs` is what
+    it needs of the rest of the run, for instance `Capability.GROUPS`. If tool results count in its values, it provides
+    `Capability.TOOL_RESULTS`.
     """
-    yields = {kind} if isinstance(kind, CreditKind) else {*kind}
     decorate: Callable[[Decorated], Decorated] = component(
-        None, kinds.CREDIT, name, yields=yields, needs=needs, provides=provides
+        None, kinds.CREDIT, name, yields=kind, needs=needs, provides=provides
     )
     return decorate
 
@@ -138,13 +138,14 @@ def algorithm(
     *,
     name: str | None = None,
     options: type[BaseModel] | None = None,
-    takes: CreditKind | Callable[[Any], CreditKind | None] | None = CreditKind.RETURN,
+    takes: CreditKinds | Callable[[Any], CreditKinds] = CreditKind.RETURN,
     needs: Collection[Capability] | Callable[[Any], Collection[Capability]] = (Capability.TOKEN_IDS,),
 ) -> Callable[[Decorated], Decorated]:
     """Make a class, or a function that builds one, an algorithm; its keyword-only parameters are the settings.
 
-    With `options`, a model of the settings, it is called with one instance of that model instead. It `takes` returns
-    or rewards (None: neither), and `needs` this of the rest of the run; both may be computed from the settings.
+    With `options`, a model of the settings, it is called with one instance of that model instead. It `takes` values
+    of these kinds (none: rewards mean nothing to it), and `needs` this of the rest of the run; both may be computed
+    from the settings.
     """
     decorate: Callable[[Decorated], Decorated] = component(
         None, kinds.ALGORITHM, name, operator.call, options, takes=takes, needs=needs

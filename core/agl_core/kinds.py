@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
-from typing import Any, Concatenate, NewType, ParamSpec
+from typing import Any, Concatenate, NewType, ParamSpec, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -67,13 +67,16 @@ TRACKER = Kind("tracker")
 KINDS = (ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, STORE, TASK_SOURCE, TRACKER, CONFIG_TABLE)
 
 
+CreditKinds: TypeAlias = CreditKind | Collection[CreditKind]
+
+
 class NoOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, eq=False)
 class Component:
-    """One thing that a plugin brought, and what it says about it; `needs` and `takes` may depend on the settings."""
+    """One thing that a plugin brought, and what it says about it; some of it may depend on the settings."""
 
     origin: str
     """The distribution and version, or the file, that it came from."""
@@ -90,9 +93,9 @@ class Component:
     """Its needs of the rest of the run."""
     provides: Collection[Capability] = ()
     """Its offers to the rest of the run."""
-    takes: CreditKind | Callable[[Any], CreditKind | None] | None = CreditKind.RETURN
-    """The values that an algorithm takes; None: neither kind, so that rewards mean nothing to it."""
-    yields: Collection[CreditKind] = ()
+    takes: CreditKinds | Callable[[Any], CreditKinds] = CreditKind.RETURN
+    """The values that an algorithm takes; none: rewards mean nothing to it."""
+    yields: CreditKinds | Callable[[Any], CreditKinds] = ()
     """The kinds as which a credit rule's values can be read."""
     status_rules: Sequence[Any] = ()
     """The words in which an adapter's framework tells a model that a tool failed."""
@@ -100,8 +103,8 @@ class Component:
     """An engine's own, for the settings of algorithms."""
 
     def __post_init__(self) -> None:
-        if self.kind == CREDIT and (not self.yields or isinstance(self.yields, str)):
-            raise TypeError(f"{self.kind} '{self.name}' must say what its values are: yields={{CreditKind.RETURN}}")
+        if self.kind == CREDIT and not self.yields:
+            raise TypeError(f"{self.kind} '{self.name}' must say what its values are: yields=CreditKind.RETURN")
 
     @property
     def summary(self) -> str:

@@ -1,48 +1,94 @@
 """AIR, automatic intermediate rewarding: tool results become rewards (Agent Lightning, arXiv 2508.03680).
 
-The reward rule `tool_results` adds rewards of single calls, which any credit rule then shares out. The credit rule
-`air` mixes a call's tool results with the rollout's terminal reward. The capability check refuses both together,
-because a tool result counts once. In both, tool calls of a response that did not parse are one failure. Adapters report
-tool results; without a report, the conversation's count (`agl_core.learning.tool_results`).
+The credit rule `air` counts a call's tool results in its advantage. The reward rule `tool_results` makes rewards of
+single calls of them, which any credit rule then shares out. The capability check refuses both together, because a tool
+result counts once. Adapters report tool results; without a report, the conversation's count
+(`agl_core.learning.tool_results`).
+
+A status is +1 (ok) or −1 (error, timeout, empty), and is compared with the mean of the *same tool* in the group. A
+tool that always succeeds therefore earns nothing: calling it would otherwise be the quickest way to a reward. Where a
+group has tool calls that did not parse, that is a tool of its own, at which every call that parsed succeeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from functools import partial
 from statistics import mean
-from typing import Annotated, Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, model_validator
 
-from agl_core import Capability, CreditKind, credit_rule, episode_return
+from agl_core import Capability, CreditKind
+from agl_core.protocols import CreditRule, GroupRewardRule
 from agl_core.types import Episode, Reward, ToolResult, ToolStatus, Transition
+from agl_rewards.group_credit import episode_advantages
+
+RULE = "tool_results"
+UNPARSED = "unparsed"
+"""The tool that a call which does not parse fails at."""
 
 
-@credit_rule(kind=CreditKind.RETURN, provides={Capability.TOOL_RESULTS})
-def air(
-    episodes: Sequence[Episode],
-    *,
-    alpha: Annotated[float, Field(ge=0, le=1, description="α: the share of a call's own tool results.")] = 0.2,
-    reward: Annotated[
-        Literal["terminal", "return"],
-        Field(description="R: the terminal reward, or the return, which also contains the rewards of single calls."),
-    ] = "terminal",
-) -> list[list[float]]:
-    """A call's value mixes its tool results with the terminal reward: α · status_t + (1 − α) · R.
+class AirOptions(BaseModel):
+    """Settings of `air`."""
 
-    status_t is the mean over the tool results of t of +1 (ok) and −1 (error, timeout, empty); a transition without tool
-    results gets R, the rollout's terminal reward (arXiv 2508.03680, automatic intermediate rewarding). Rewards that
-    name a call are not included; with `reward = "return"` they are, undiscounted. The values are returns: each already
-    contains R.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    Statuses are ±1, so R should lie in −1 … 1 too: with R = 3 a tool that succeeds lowers its call's value.
+    form: Literal["two-level", "mixed"] = "two-level"
+    """two-level: the episode's advantage, and beside it that of each call's tools; mixed: the paper's formula."""
+    beta: float = Field(0.3, ge=0, le=10)
+    """β: the weight of a call's tools beside its episode, in standard deviations of the group's returns."""
+    alpha: float = Field(0.2, ge=0, le=1)
+    """α of the mixed form: the share of a call's own tool results."""
 
-    Conserves: the value lies between status_t and R, and is R if α = 0 or the call has no tool result (with the return
-    this is `identical`); if α < 1 a larger R always gives a larger value.
+    def yields(self) -> CreditKind:
+        return CreditKind.ADVANTAGE if self.form == "two-level" else CreditKind.RETURN
+
+    def needs(self) -> Collection[Capability]:
+        return {Capability.GROUPS} if self.form == "two-level" else ()
+
+    @model_validator(mode="after")
+    def _refuse_without_effect(self) -> Self:
+        unused, form = ("alpha", "mixed") if self.form == "two-level" else ("beta", "two-level")
+        if unused in self.model_fields_set and getattr(self, unused) != type(self).model_fields[unused].default:
+            raise ValueError(f"'{unused}' has no effect here: it belongs to form = \"{form}\".")
+        return self
+
+
+def air(options: AirOptions) -> CreditRule:
+    """A call's advantage is its rollout's, and β times how much better its tools did than they do in the group.
+
+        A_t = z + β · Σ over the tools of t of (its status − the mean of that tool's statuses in the group)
+
+    z is the episode's advantage (`agl_rewards.group_credit`), 0 without contrast. The mixed form is the paper's: the
+    return α · status_t + (1 − α) · R, of the mean status of t and the terminal reward R; R alone for a call without
+    tool results. It prefers a tool that always succeeds to a reward that is rare (docs/choosing.md).
+
+    Conserves: β = 0 is `identical`. Over a group the terms of each tool sum to 0, so that a tool with one status
+    everywhere contributes nothing, and they do not depend on other tools. Without contrast |A| is at most 2 · β for
+    each tool that the call asks for.
     """
-    if reward == "terminal":
-        return [_mixed(episode, alpha, episode.terminal or 0.0) for episode in episodes]
-    return [_mixed(episode, alpha, episode_return(episode)) for episode in episodes]
+    if options.form == "mixed":
+        return partial(_mixed, alpha=options.alpha)
+    return partial(_two_level, beta=options.beta)
+
+
+def _two_level(episodes: Sequence[Episode], beta: float) -> list[list[float]]:
+    return [
+        [z + beta * sum(terms.values()) for terms in of_episode]
+        for z, of_episode in zip(episode_advantages(episodes), tool_terms(episodes), strict=True)
+    ]
+
+
+def _mixed(episodes: Sequence[Episode], alpha: float) -> list[list[float]]:
+    return [
+        [
+            alpha * mean(statuses) + (1 - alpha) * (episode.terminal or 0.0) if statuses else episode.terminal or 0.0
+            for statuses in map(_statuses, episode.transitions)
+        ]
+        for episode in episodes
+    ]
 
 
 class ToolResultsOptions(BaseModel):
@@ -54,35 +100,58 @@ class ToolResultsOptions(BaseModel):
     weights: dict[str, NonNegativeFloat] = Field({}, description="w by tool name.")
 
 
-def tool_results(options: ToolResultsOptions) -> Callable[[Episode], list[Reward]]:
-    """Each call is rewarded for its tool results: +w if ok, −w on error, timeout or an empty result.
+def tool_results(options: ToolResultsOptions) -> GroupRewardRule:
+    """Each call is rewarded for its tools: w · (status − the mean status of that tool in the group).
 
         [rewards.tool_results]
         weights = { memory = 0.30, search = 0.20 }        # any other tool: default_weight = 0.2
 
-    The rewards are named `tool.place.status`, and belong to the call that asked for the tool (arXiv 2508.03680).
+    The rewards have the tools' names, and belong to the call that asked for them; a tool at its mean has none. Over a
+    group they sum to 0.
     """
 
-    def rewards_of(transition: Transition) -> Iterator[tuple[str, float]]:
-        for place, tool_result in enumerate(transition.tool_results):
-            weight = options.weights.get(tool_result.tool, options.default_weight)
-            yield f"{tool_result.tool}.{place}.{tool_result.status}", weight * _signed(tool_result)
-        if transition.parse_error is not None:
-            yield "unparsed", -options.default_weight
-
-    def reward_calls(episode: Episode) -> list[Reward]:
+    def reward_calls(episodes: Sequence[Episode]) -> list[list[Reward]]:
         return [
-            Reward(episode.rollout, episode.attempt, name, value, "tool_results", t.key.call, t.key.choice)
-            for t in episode.transitions
-            for name, value in rewards_of(t)
+            [
+                Reward(*t.key[:2], tool, options.weights.get(tool, options.default_weight) * term, RULE, *t.key[2:])
+                for t, terms in zip(episode.transitions, of_episode, strict=True)
+                for tool, term in terms.items()
+                if term
+            ]
+            for episode, of_episode in zip(episodes, tool_terms(episodes), strict=True)
         ]
 
-    return reward_calls
+    return GroupRewardRule(reward_calls)
 
 
-def _mixed(episode: Episode, alpha: float, whole: float) -> list[float]:
-    statuses = [_statuses(transition) for transition in episode.transitions]
-    return [alpha * mean(status) + (1 - alpha) * whole if status else whole for status in statuses]
+def tool_terms(episodes: Sequence[Episode]) -> list[list[dict[str, float]]]:
+    """For each transition and each tool that it asked for: its status minus the mean of that tool in the group.
+
+    Several results of one tool are one status, their mean. The choices of a call (`n` > 1) share its place in the mean.
+    """
+    choices = Counter((i, t.turn) for i, episode in enumerate(episodes) for t in episode.transitions)
+    by_tool = [[_by_tool(transition) for transition in episode.transitions] for episode in episodes]
+    totals, counts = defaultdict[str, float](float), defaultdict[str, float](float)
+    for i, episode in enumerate(episodes):
+        for transition, statuses in zip(episode.transitions, by_tool[i], strict=True):
+            for tool, status in statuses.items():
+                share = 1 / choices[i, transition.turn]
+                totals[tool] += share * status
+                counts[tool] += share
+    return [
+        [{tool: status - totals[tool] / counts[tool] for tool, status in statuses.items()} for statuses in of_episode]
+        for of_episode in by_tool
+    ]
+
+
+def _by_tool(transition: Transition) -> dict[str, float]:
+    """The mean status of each tool that a call asked for, and of parsing, if it asked for any."""
+    statuses = defaultdict[str, list[float]](list)
+    for tool_result in transition.tool_results:
+        statuses[tool_result.tool].append(_signed(tool_result))
+    if statuses or transition.parse_error is not None:
+        statuses[UNPARSED].append(1.0 if transition.parse_error is None else -1.0)
+    return {tool: mean(of_tool) for tool, of_tool in statuses.items()}
 
 
 def _statuses(transition: Transition) -> list[float]:

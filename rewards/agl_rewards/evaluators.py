@@ -1,4 +1,4 @@
-"""Rules that score what the agent returned, each a pure function of the recorded episode."""
+"""Rules that score what the agent returned, or how long its responses were: pure functions of the recorded episode."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 import re
 import string
 from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
 from pydantic import Field, NonNegativeFloat
 
 import agl_core
 from agl_core.errors import ConfigError
-from agl_core.types import Episode, Json
+from agl_core.types import Episode, Json, TransitionKey
 
 _NUMBER = re.compile(
     r"""
@@ -86,6 +87,28 @@ def regex_format(
     1.0
     """
     return float(pattern.search(text_of(episode.result)) is not None)
+
+
+@agl_core.reward_rule
+def overlong(
+    episode: Episode,
+    *,
+    limit: Annotated[int, Field(gt=0, description="Tokens of the longest response, such as sampling.max_tokens.")],
+    buffer: Annotated[int, Field(gt=0, description="The last tokens before the limit, over which the reward falls.")],
+) -> Mapping[TransitionKey, float]:
+    """Each response that comes near the token limit loses up to 1: (limit − buffer − tokens) / buffer (DAPO).
+
+    By arXiv 2503.14476, equation 13. The reward belongs to the call; shorter responses have none.
+
+    >>> from agl_core.testing import episodes as make
+    >>> long = make.transition(response_ids=list(range(90)))
+    >>> [*overlong(make.episode(long), limit=100, buffer=40).values()]
+    [-0.75]
+    """
+    lengths = {t.key: len(t.response_ids) for t in episode.transitions if t.response_ids is not None}
+    return {
+        key: max(-1.0, (limit - buffer - length) / buffer) for key, length in lengths.items() if length > limit - buffer
+    }
 
 
 def last_number(value: Json) -> float | None:

@@ -30,9 +30,9 @@ class Settings(BaseModel):
         """Capabilities that the engine and the run must have."""
         return frozenset({Capability.TOKEN_IDS})
 
-    def takes(self) -> CreditKind | None:
-        """The credited values that the algorithm reads; None: it reads none."""
-        return CreditKind.RETURN
+    def takes(self) -> frozenset[CreditKind]:
+        """The credited values that the algorithm reads."""
+        return frozenset({CreditKind.RETURN})
 
     def without_effect(self) -> dict[str, str]:
         """Names of settings that change nothing beside the others, each with the remedy."""
@@ -61,6 +61,9 @@ class AlgorithmOptions(Settings):
 class PolicyGradientOptions(AlgorithmOptions):
     """Settings of `agl_algorithms.PolicyGradient`."""
 
+    surrogate: Literal["clip", "cispo"] = "clip"
+    """'clip': a token whose ratio is outside the clip range has no gradient; 'cispo': its weight is bounded instead
+    (arXiv 2506.13585)."""
     clip: float | None = Field(None, gt=0, lt=1)
     """The ratio is clipped to [1 - clip, 1 + clip_high]; absent: 0.2, of GRPO's ratio per transition 3e-4 and 4e-4."""
     clip_high: float | None = Field(None, gt=0, le=10)
@@ -76,6 +79,9 @@ class PolicyGradientOptions(AlgorithmOptions):
     importance_cap: float | None = Field(None, ge=0, le=1000)
     """Truncate importance weights old/behaviour here; 0: no weights. Absent: 2 with the engine 'verl', whose servers
     compute otherwise than its training, else 0."""
+    importance_floor: float | None = Field(None, gt=0, le=1)
+    """With importance_cap: a token whose weight is below this, or above the cap, is left out of the loss instead of
+    truncated (IcePop; 0.5 with a cap of 5 is usual)."""
     importance_level: RatioLevel = "token"
     """One importance weight per token, or one per transition: the product over its tokens."""
 
@@ -90,7 +96,8 @@ class PolicyGradientOptions(AlgorithmOptions):
         return low, low if self.clip_high is None else self.clip_high
 
     def without_effect(self) -> dict[str, str]:
-        unused = {} if self.importance_cap else {"importance_level": "set importance_cap (2 is usual)."}
+        capped = ("importance_level", "importance_floor")
+        unused = {} if self.importance_cap else dict.fromkeys(capped, "set importance_cap (2 is usual).")
         if self.epochs * self.minibatches == 1:
             unused["target_kl"] = "an update has one step. Set epochs or minibatches to 2 or more."
         return unused
@@ -111,6 +118,11 @@ class GrpoOptions(PolicyGradientOptions):
         named = {Capability.NAMED_REWARDS} if self.normalize == "each" else set()
         return super().needs() | {Capability.GROUPS} | named
 
+    def takes(self) -> frozenset[CreditKind]:
+        """Advantages are trained on as they are, so that a way of its own to make them has no effect."""
+        is_usual = self.std_normalization and self.normalize == "sum"
+        return super().takes() | ({CreditKind.ADVANTAGE} if is_usual else set())
+
     def without_effect(self) -> dict[str, str]:
         unused = {"std_normalization": "normalize is 'each'."} if self.normalize == "each" else {}
         return super().without_effect() | unused
@@ -130,8 +142,8 @@ class TimeOptions(PolicyGradientOptions):
     """Add up what came after a call inside the algorithm: credit must then yield rewards, not returns. One trained call
     to the next is one step; what was earned between them belongs to the first."""
 
-    def takes(self) -> CreditKind | None:
-        return CreditKind.REWARD if self.across_calls else CreditKind.RETURN
+    def takes(self) -> frozenset[CreditKind]:
+        return frozenset({CreditKind.REWARD}) if self.across_calls else super().takes()
 
 
 class ReinforceOptions(TimeOptions):
@@ -142,6 +154,11 @@ class ReinforceOptions(TimeOptions):
     whitening: WhiteningUnit | Literal["off"] = "tokens"
     """The unit that counts once in the batch's mean and deviation of the returns; 'off': neither, and the return is the
     advantage. Recorded replies are then imitated in proportion to their rewards."""
+
+    def takes(self) -> frozenset[CreditKind]:
+        """Advantages are trained on as they are: the batch's mean and deviation have no effect."""
+        is_usual = not self.across_calls and self.whitening == "tokens"
+        return super().takes() | ({CreditKind.ADVANTAGE} if is_usual else set())
 
     def without_effect(self) -> dict[str, str]:
         unused = {} if self.across_calls else {"gamma": "set across_calls = true, or leave time to credit."}
@@ -185,8 +202,8 @@ class DistillOptions(PolicyGradientOptions):
         temperature = {Capability.UNIT_TEMPERATURE} if self.teacher_model is not None else set()
         return super().needs() | {Capability.RESCORE, Capability.TEACHER} | groups | temperature
 
-    def takes(self) -> CreditKind | None:
-        return CreditKind.RETURN if self.reward_weight > 0 else None
+    def takes(self) -> frozenset[CreditKind]:
+        return super().takes() if self.reward_weight > 0 else frozenset()
 
     @property
     def _is_served(self) -> bool:
@@ -219,8 +236,8 @@ class SftOptions(AlgorithmOptions):
     def needs(self) -> frozenset[Capability]:
         return super().needs() | {Capability.DEMONSTRATIONS, Capability.RECORDED_TEXTS}
 
-    def takes(self) -> CreditKind | None:
-        return None  # What is imitated need not have been rewarded.
+    def takes(self) -> frozenset[CreditKind]:
+        return frozenset()  # What is imitated need not have been rewarded.
 
 
 class RftOptions(AlgorithmOptions):

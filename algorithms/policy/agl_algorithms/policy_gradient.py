@@ -3,9 +3,11 @@
     r    = exp(log π − log π_old)
     loss = Σ_tokens w · ( −min(r·A, clip(r, 1 − low, 1 + high)·A) · ρ  +  β · k3(π ‖ π_initial)  −  c · H(π) )
 
-with token weights w (`token_weights`), ρ = min(π_old / π_behaviour, cap), of the token or of its whole response, or 1
-without a cap, and the entropy H of π's distribution at the token (PPO's bonus, arXiv 1707.06347, equation 9; c is
-`entropy`). Algorithms differ in the advantages A alone.
+with token weights w (`token_weights`), the importance weight ρ (`truncated_importance`; 1 without a cap), and the
+entropy H of π's distribution at the token (PPO's bonus, arXiv 1707.06347, equation 9; c is `entropy`). With
+`surrogate = "cispo"` the first term is −sg(clip(r, 1 − low, 1 + high))·A·log π·ρ, where sg is without gradient: a large
+ratio is bounded, and no token loses its gradient (CISPO, arXiv 2506.13585, equation 4). Algorithms differ in the
+advantages A alone.
 
 Tensors are flat (ragged data without pads). Axis suffixes: _N transitions, _R response tokens of all transitions, one
 after the other. An engine with padded rows first selects tokens by mask, so both engines run the same functions.
@@ -190,6 +192,9 @@ class PolicyGradient(Algorithm):
     def surrogate(self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[R] the ratio, [R] the policy's loss before importance, KL and weights, and [R] bool where it is clipped."""
         ratio_R = policy_ratio(samples, logprobs, self.ratio)
+        if self.options.surrogate == "cispo":
+            bounded_R = ratio_R.detach().clamp(1 - self.clip[0], 1 + self.clip[1])
+            return ratio_R, -bounded_R * advantages_R * logprobs.current_R, bounded_R != ratio_R
         return ratio_R, *clipped_surrogate(ratio_R, advantages_R, *self.clip)
 
     def loss(
@@ -211,7 +216,11 @@ class PolicyGradient(Algorithm):
             per_token["kl_old"] = kl_k3(logprobs.old_R, logprobs.current_R)
         if self.options.importance_cap:
             importance_R = truncated_importance(
-                samples, logprobs, self.options.importance_cap, self.options.importance_level
+                samples,
+                logprobs,
+                self.options.importance_cap,
+                self.options.importance_level,
+                self.options.importance_floor,
             )
             policy_R = policy_R * importance_R
             per_token["importance_mean"] = importance_R
@@ -340,8 +349,12 @@ def policy_ratio(samples: Samples, logprobs: Logprobs, level: RatioLevel = "toke
     return mean_N.exp()[samples.transition_R].to(log_ratio_R.dtype)
 
 
-def truncated_importance(samples: Samples, logprobs: Logprobs, cap: float, level: RatioLevel = "token") -> Tensor:
+def truncated_importance(
+    samples: Samples, logprobs: Logprobs, cap: float, level: RatioLevel = "token", floor: float | None = None
+) -> Tensor:
     """[R] min(exp(old − behaviour), cap), without gradient: of each token, or the product over a transition's.
+
+    With a floor, 0 where it is below the floor or above the cap, and not truncated (IcePop, arXiv 2510.18855).
 
     It corrects for tokens that were sampled by an earlier version of the policy, or by kernels that round differently.
     The truncation bounds the variance (Ionides, 2008; IMPALA, arXiv 1802.01561, section 4.1). By transition it is the
@@ -352,7 +365,10 @@ def truncated_importance(samples: Samples, logprobs: Logprobs, cap: float, level
     if level == "sequence":
         sum_N = samples.sums(log_ratio_R.masked_fill(~samples.mask_R, 0.0)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         log_ratio_R = sum_N[samples.transition_R].to(log_ratio_R.dtype)
-    return log_ratio_R.exp().clamp(max=cap).detach()
+    ratio_R = log_ratio_R.exp().detach()
+    if floor is None:
+        return ratio_R.clamp(max=cap)
+    return torch.where((ratio_R >= floor) & (ratio_R <= cap), ratio_R, 0.0)
 
 
 def kl_k3(sampling_R: Tensor, other_R: Tensor) -> Tensor:

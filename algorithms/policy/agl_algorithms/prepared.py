@@ -20,7 +20,7 @@ from agl_algorithms.ppo import Ppo
 from agl_core.errors import PluginError
 from agl_core.learning.batch import TrainableBatch
 from agl_core.protocols import UpdateResult
-from agl_core.types import Batch, DropReason
+from agl_core.types import Batch, CreditKind, DropReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +177,15 @@ def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torc
 def prepare(
     usable: TrainableBatch, samples: Samples, algorithm: Algorithm, values_R: Tensor | None = None
 ) -> PreparedBatch:
-    """Ask the algorithm for advantages and weights; `values_R` are the critic's, if it needs one.
+    """Ask the algorithm for weights, and for advantages if credit does not yield them; `values_R` are the critic's.
 
     Transitions with an advantage or weight that is not finite, and those that the algorithm does not keep, are dropped.
     """
     if not len(usable.places):
         return PreparedBatch.of_nothing(usable, samples)
-    advantages_R, weights_R = algorithm.advantages(samples, values_R), algorithm.weights(samples)
+    is_advantage = usable.batch.kind is CreditKind.ADVANTAGE
+    advantages_R = samples.at_tokens(samples.values_N) if is_advantage else algorithm.advantages(samples, values_R)
+    weights_R = algorithm.weights(samples)
     for what, tensor in (("advantages", advantages_R), ("weights", weights_R)):
         if tensor.shape != samples.mask_R.shape:
             needed = f"one for each response token, [{len(samples.mask_R)}] (`samples.at_tokens` spreads [N] over them)"

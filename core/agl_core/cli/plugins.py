@@ -56,8 +56,7 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
             ("settings", settings),
             ("needs", ["what its settings say"] if row["needs"] is None else row["needs"]),
             ("provides", row["provides"]),
-            ("takes", [f"{row['takes']}s"] if row.get("takes") else []),
-            ("yields", [f"{kind}s" for kind in row.get("yields", ())]),
+            *((word, [f"{kind}s" for kind in row.get(word) or ()]) for word in ("takes", "yields")),
         ):
             if values:
                 screen.print(f"    {name}: {', '.join(values)}")
@@ -65,11 +64,11 @@ def list_plugins(files: Files = None, kind: OfKind = None, as_json: AsJson = Fal
 
 def describe(component: Component) -> dict[str, Any]:
     """A component as JSON; `needs` and `takes`, with the default settings, are None if a setting has no default."""
-    chosen = ChosenComponent(component, component.options.model_construct())
+    chosen = ChosenComponent.by_default(component)
     needs: list[str] | None = None
-    takes: str | None = None
+    takes: list[str] | None = None
     with contextlib.suppress(AttributeError):
-        needs, takes = sorted(chosen.needs), chosen.takes
+        needs, takes = sorted(chosen.needs), sorted(chosen.takes)
     schema = component.options.model_json_schema()
     return {
         "kind": component.kind,
@@ -88,5 +87,5 @@ def describe(component: Component) -> dict[str, Any]:
         "needs": needs,
         "provides": sorted(component.provides),
         **({"takes": takes} if component.kind is kinds.ALGORITHM else {}),
-        **({"yields": sorted(component.yields)} if component.kind is kinds.CREDIT else {}),
+        **({"yields": sorted(chosen.yields)} if component.kind is kinds.CREDIT else {}),
     }

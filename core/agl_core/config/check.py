@@ -11,15 +11,16 @@ from agl_core.kinds import Capability, Component, Kind
 from agl_core.types import CreditKind
 
 _WHY_NOT = {
-    CreditKind.RETURN: (
-        "takes returns, but {credit} yields rewards of one step each: the time axis has no owner, and nothing "
-        "would add up what came after a step"
-    ),
     CreditKind.REWARD: (
-        "takes rewards of one step each and adds up what came after itself, but {credit} yields returns, which "
-        "already contain it: a return would be counted twice"
+        "rewards of one step each: the time axis has no owner, and nothing would add up what came after a step"
+    ),
+    CreditKind.RETURN: "returns, which already contain what came after a step: a return would be counted twice",
+    CreditKind.ADVANTAGE: (
+        "advantages, which are used as they are: whatever it does with values, a critic or a deviation to divide by, "
+        "would have no effect"
     ),
 }
+"""Why an algorithm cannot take what a credit rule yields."""
 
 _OF_THE_ENGINE = {
     Capability.REFERENCE: "a reference model",
@@ -133,11 +134,17 @@ def _temperature(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
 
 
 def _time_axis(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
-    """Exactly one of the credit rule and the algorithm adds up what came after a step."""
+    """Exactly one of the credit rule and the algorithm adds up what came after a step, and compares."""
     algorithm, credit, taken = plan.algorithm, plan.credit, plan.algorithm.takes
-    if taken is not None and taken not in credit.component.yields:
-        others = _others(loaded, kinds.CREDIT, f"yields {taken}s", lambda rule: taken in rule.yields)
-        yield f"{algorithm.label} {_WHY_NOT[taken].format(credit=credit.label)}. {others}, or another algorithm."
+    if taken and not taken & credit.yields:
+        words = " or ".join(f"{kind}s" for kind in sorted(taken, reverse=True))
+
+        def fits(rule: Component) -> bool:
+            return bool(taken & ChosenComponent.by_default(rule).yields)
+
+        why = _WHY_NOT[min(credit.yields)]
+        others = _others(loaded, kinds.CREDIT, f"yields {words}", fits)
+        yield f"{algorithm.label} takes {words}, but {credit.label} yields {why}. {others}, or another algorithm."
 
 
 def _tool_results(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from agl_core import kinds
 from agl_core.config.models import MixtureOptions, RunConfig
 from agl_core.config.sections import HUB_NAME, ModelPlace, OpenSection, PluginChoice, PolicySection
 from agl_core.errors import AglError, ConfigError, PluginError, last_frames, nearest
-from agl_core.kinds import Capability, Component, Kind
+from agl_core.kinds import Capability, Component, CreditKinds, Kind
 from agl_core.plugins import Plugins
 from agl_core.types import CreditKind
 
@@ -37,6 +37,11 @@ class ChosenComponent:
     component: Component
     options: BaseModel
     """Checked, with absolute paths."""
+
+    @classmethod
+    def by_default(cls, component: Component) -> ChosenComponent:
+        """With its default settings; one without a default is missing."""
+        return cls(component, component.options.model_construct())
 
     def build(self, *context: Any) -> Any:
         """Make it of its options and its kind's `context`; PluginError if that fails."""
@@ -60,9 +65,16 @@ class ChosenComponent:
         return frozenset(needs(self.options) if callable(needs) else needs)
 
     @property
-    def takes(self) -> CreditKind | None:
-        takes = self.component.takes
-        return takes(self.options) if callable(takes) else takes
+    def takes(self) -> frozenset[CreditKind]:
+        return self._kinds(self.component.takes)
+
+    @property
+    def yields(self) -> frozenset[CreditKind]:
+        return self._kinds(self.component.yields)
+
+    def _kinds(self, declared: CreditKinds | Callable[[Any], CreditKinds]) -> frozenset[CreditKind]:
+        kinds = declared(self.options) if callable(declared) else declared
+        return frozenset({kinds} if isinstance(kinds, CreditKind) else kinds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +86,8 @@ class PolicyPlan:
 
     @property
     def credit_kind(self) -> CreditKind:
-        """The kind of the credited values; a rule that yields both leaves it to the algorithm."""
-        owns_time = CreditKind.RETURN not in self.credit.component.yields
-        return self.algorithm.takes or (CreditKind.REWARD if owns_time else CreditKind.RETURN)
+        """The kind of the credited values; a rule that yields several leaves it to the algorithm."""
+        return min(self.algorithm.takes & self.credit.yields or self.credit.yields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +145,7 @@ class LoadedConfig:
     @property
     def is_rewarded(self) -> bool:
         """True if a policy's algorithm takes credited values; otherwise rewards mean nothing to training."""
-        return any(plan.algorithm.takes is not None for plan in self.policies.values())
+        return any(plan.algorithm.takes for plan in self.policies.values())
 
     def weights(self, policy: str) -> str:
         """The initial weights of a policy: an absolute folder, or a hub name. ConfigError if that folder is gone."""

@@ -111,10 +111,12 @@ class Source(StrEnum):
 
 
 class CreditKind(StrEnum):
-    """The meaning of a credited value: one step's reward, or a sum with later ones."""
+    """The meaning of a credited value: one step's reward, a sum with later ones, or what training multiplies by."""
 
     REWARD = "reward"
     RETURN = "return"
+    ADVANTAGE = "advantage"
+    """Compared with the group already: the algorithm neither subtracts a mean nor divides by a deviation."""
 
 
 class DropReason(StrEnum):
@@ -244,6 +246,7 @@ class AlarmName(StrEnum):
     REPETITION = "repetition"
     GIBBERISH = "gibberish"
     TOOL_ERRORS = "tool_errors"
+    TOOLS_FARMED = "tools_farmed"
     EMPTY_ANSWERS = "empty_answers"
     BROKEN_PREFIXES = "broken_prefixes"
     STALE = "stale"

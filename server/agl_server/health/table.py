@@ -125,6 +125,22 @@ def _gradient_spike(steps: Sequence[Numbers], limit: float) -> str | None:
     return f"the gradient norm is {now:.3g}; the median of the steps before is {median(before):.3g}"
 
 
+def _tools_farmed(steps: Sequence[Numbers], limit: float) -> str | None:
+    worked = [1 - step["tool_results/failed"] if "tool_results/failed" in step else None for step in steps]
+    rewards = [step.get("reward/mean") for step in steps]
+    start, now = _last(worked[:2], 2), _last(worked[2:], 3)
+    before, after = _last(rewards[:2], 2), _last(rewards[2:], 3)
+    if start is None or now is None or before is None or after is None:
+        return None
+    rise, noise = fmean(now) - fmean(start), 0.01 * max(map(abs, (*before, *after)))
+    if rise < limit or fmean(after) > fmean(before) + noise:
+        return None
+    return (
+        f"{fmean(now):.0%} of the tool calls work, {rise:.2f} more than in the first 2 steps, and the reward went from "
+        f"{fmean(before):.3g} to {fmean(after):.3g}"
+    )
+
+
 def _last(values: Sequence[float | None], count: int) -> list[float] | None:
     """The values of the last `count` steps; None unless all of them have one."""
     known = [value for value in values[-count:] if value is not None]
@@ -293,6 +309,18 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
         "Read the errors (agl show ROLLOUT). If a service fails, fix it and go on from the checkpoint before; if the "
         "policy makes worse calls, reward calls that work.",
         average(0.3, "{} of the tool calls fail", "tool_results/failed", rise=0.2),
+    ),
+    AlarmName.TOOLS_FARMED: AlarmFacts(
+        "The policy learns to call tools that work, not to do the task: a reward for tool results pays for that.",
+        "Read some rollouts (agl show ROLLOUT). Give tool results less weight or none (credit.air.beta, its form "
+        "'two-level' and not 'mixed', the weights of tool_results), and see in agl doctor RUN whether tools that work "
+        "go with success at all.",
+        Signal(
+            0.1,
+            _tools_farmed,
+            "The share of tool calls that work is, in the mean of 3 steps, at least {} above that of the first 2, and "
+            "the mean reward is not above theirs.",
+        ),
     ),
     AlarmName.EMPTY_ANSWERS: AlarmFacts(
         "The policy says nothing: a reward that punishes wrong answers more than none teaches that.",

@@ -1,0 +1,149 @@
+"""Credit that compares a group's rollouts, and their calls at states that several of them met: GiGPO, and `grouped`.
+
+Both yield advantages. Each begins with the episode's advantage, GRPO's (arXiv 2402.03300, section 4.1.2): with the
+returns R of the group's rollouts (`agl_core.types.episode_return`), their mean μ and unbiased standard deviation σ,
+
+    z_i = (R_i − μ) / (σ + 1e-6)        0 if all R are equal, or there is one rollout
+
+A state s, an *anchor*, is a token-identical prompt of one policy. A prompt that contains the conversation so far
+rarely comes twice, so the agent's own variables can say what its state is: `agl_core.state(room="kitchen")` in the
+agent, and `anchor = ["room"]` in the settings. The state is then these variables' values, for each agent and policy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from statistics import fmean, mean, stdev
+from typing import Annotated, TypeAlias
+
+import numpy as np
+from pydantic import Field
+
+from agl_core import Capability, CreditKind, credit_rule
+from agl_core.types import Episode, Transition, are_equal, discounted_returns, episode_return
+
+EPSILON = 1e-6
+"""Added to a group's standard deviation, as GRPO does."""
+
+State: TypeAlias = tuple[str, ...] | tuple[str, bytes]
+
+Anchor: TypeAlias = Annotated[
+    tuple[str, ...],
+    Field(description="Names of the agent's variables (`agl_core.state`) that make a state; none: its prompt does."),
+]
+
+
+@credit_rule(kind=CreditKind.ADVANTAGE, needs={Capability.GROUPS})
+def gigpo(
+    episodes: Sequence[Episode],
+    *,
+    omega: Annotated[float, Field(ge=0, description="ω: the weight of the comparison at states.")] = 1.0,
+    gamma: Annotated[float, Field(ge=0, le=1, description="γ: the worth of a reward one call earlier.")] = 0.95,
+    anchor: Anchor = (),
+) -> list[list[float]]:
+    """A call's advantage is its rollout's, and ω times what came after it beside other calls at its state (GiGPO).
+
+        A_t = z + ω · (G_t − mean of G over the group's calls at the state)        G_t = Σ_k γ^k · r_{t+k}
+
+    By arXiv 2505.10978, equations 6 to 10, without the second division by a deviation.
+
+    Conserves: the second term sums to 0 over each state's calls, so that it is 0 at a state that is met once; without
+    a shared state the rule is `identical`. The choices of a call (`n` > 1) share its place.
+    """
+    returns = [discounted_returns(episode, gamma) for episode in episodes]
+    means = {state: mean(met.values()) for state, met in _visits(episodes, returns, anchor).items()}
+    return [
+        [
+            z + omega * (value - means[state] if (state := _state(transition, anchor)) is not None else 0.0)
+            for transition, value in zip(episode.transitions, of_episode, strict=True)
+        ]
+        for episode, z, of_episode in zip(episodes, episode_advantages(episodes), returns, strict=True)
+    ]
+
+
+@credit_rule(kind=CreditKind.ADVANTAGE, needs={Capability.GROUPS})
+def grouped(
+    episodes: Sequence[Episode],
+    *,
+    kappa: Annotated[float, Field(ge=0, description="κ: the calls for which the group's mean return counts.")] = 1.0,
+    gamma: Annotated[float, Field(ge=0, le=1, description="γ: the worth of a reward one call earlier.")] = 1.0,
+    lam: Annotated[float, Field(ge=0, le=1, description="GAE's λ: 0 trusts the states' values one step ahead.")] = 0.9,
+    anchor: Anchor = (),
+) -> list[list[float]]:
+    """GAE over calls, with the group's own mean at a state as its value: a critic without a network.
+
+        V(s) = (κ · μ + Σ G) / (κ + n)        over the n calls at s of at least two rollouts; elsewhere V(s) = μ
+        δ_t  = r_t + γ · V(s_{t+1}) − V(s_t)        A_t = (δ_t + γ · λ · σ · A_{t+1}) / (σ + 1e-6)
+
+    GAE is arXiv 1506.02438, equation 16. The last call earns the terminal reward too.
+
+    Conserves: with λ = γ = 1 and without a shared state it is `identical`.
+    """
+    if not episodes:
+        return []
+    totals = [episode_return(episode) for episode in episodes]
+    if len(episodes) < 2 or are_equal(totals):
+        return [[0.0] * len(episode.transitions) for episode in episodes]
+    baseline, scale = fmean(totals), 1 / (stdev(totals) + EPSILON)
+    returns = [discounted_returns(episode, gamma) for episode in episodes]
+    values = {
+        state: (kappa * baseline + sum(met.values())) / (kappa + len(met))
+        for state, met in _visits(episodes, returns, anchor).items()
+        if len({rollout for rollout, _ in met}) > 1
+    }
+
+    def value(transition: Transition) -> float:
+        state = _state(transition, anchor)
+        return baseline if state is None else values.get(state, baseline)
+
+    return [_gae(episode, value, gamma, lam, scale) for episode in episodes]
+
+
+def episode_advantages(episodes: Sequence[Episode]) -> list[float]:
+    """z of each rollout; see the module."""
+    totals = [episode_return(episode) for episode in episodes]
+    if len(totals) < 2 or are_equal(totals):
+        return [0.0] * len(totals)
+    center, deviation = fmean(totals), stdev(totals)
+    return [(total - center) / (deviation + EPSILON) for total in totals]
+
+
+def _gae(episode: Episode, value: Callable[[Transition], float], gamma: float, lam: float, scale: float) -> list[float]:
+    """The advantages of an episode's transitions; a call is followed by the mean over the next call's choices."""
+    advantages: list[float] = []
+    earned, ahead, trace = episode.terminal or 0.0, 0.0, 0.0
+    for _, same_call in groupby(reversed(episode.transitions), key=attrgetter("turn")):
+        choices = list(same_call)
+        here = [choice.reward + earned + gamma * ahead - value(choice) + gamma * lam * trace for choice in choices]
+        advantages += [advantage * scale for advantage in here]
+        earned, ahead, trace = 0.0, fmean(map(value, choices)), fmean(here)
+    return advantages[::-1]
+
+
+def _visits(
+    episodes: Sequence[Episode], returns: Sequence[Sequence[float]], anchor: Sequence[str]
+) -> Mapping[State, Mapping[tuple[int, int], float]]:
+    """By state, and there by rollout and turn: G, the mean over the call's choices."""
+    visits: dict[State, dict[tuple[int, int], list[float]]] = {}
+    for i, (episode, of_episode) in enumerate(zip(episodes, returns, strict=True)):
+        for transition, value in zip(episode.transitions, of_episode, strict=True):
+            if (state := _state(transition, anchor)) is not None:
+                visits.setdefault(state, {}).setdefault((i, transition.turn), []).append(value)
+    # `statistics.mean` is exact: equal values must not differ from their mean in the last bit.
+    return {state: {call: mean(values) for call, values in met.items()} for state, met in visits.items()}
+
+
+def _state(transition: Transition, anchor: Sequence[str]) -> State | None:
+    """Where a call was made; None if that is not known."""
+    if anchor:
+        variables = transition.state or {}
+        if not variables.keys() >= set(anchor):
+            return None
+        values = json.dumps([variables[name] for name in anchor], sort_keys=True)
+        return transition.policy, transition.agent or "", values
+    if transition.prompt_ids is None:
+        return None
+    return transition.policy, np.asarray(transition.prompt_ids, np.int32).tobytes()
