@@ -1,53 +1,59 @@
-"""The beds' plugin: the task source `beds`, and the reward rules `earned` and `total`.
+"""The beds' plugin: the task source `beds`, and the reward rule `earned`.
 
 [tasks.train]                       [rewards.earned]
 source = "beds"
-bed = "additive"
+things = 8
+level = "swan"
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
 
-from beds import MANY, WORDS, Bed, State, advantage, letter, outcomes
+from beds import LEVELS, ROOMS, WORDS, Bed, Game
 
 import agl_core
-from agl_core.types import Episode, Task, Transition
+from agl_core.types import Episode, Task
 
 
 @agl_core.reward_rule
-def earned(episode: Episode) -> Mapping[Any, float] | float:
-    """The earnings of each call of `additive`; the other games earn at their end alone."""
-    if episode.task.input["bed"] != Bed.ADDITIVE:
-        return float(episode.result)
-    return {t.key: outcomes(state_of(episode, t), said(t))[0].reward for t in episode.transitions}
+def earned(episode: Episode) -> float:
+    """What the end of the game earned."""
+    return float(episode.result or 0.0)
 
 
-@agl_core.reward_rule
-def total(episode: Episode) -> float:
-    """Earnings of the whole game. Reported with weight 0, to compare games whose rewards come at different times."""
-    found = earned(episode)
-    return sum(found.values()) if isinstance(found, Mapping) else found
+@agl_core.endless_task_source(held_out=200)
+def beds(
+    index: int,
+    seed: int,
+    *,
+    bed: Bed = Bed.ERRAND,
+    level: str = "swan",
+    things: int = 8,
+    calls: int = 20,
+    wrong_ok: float = 0.0,
+    farm: bool = False,
+    luck: float = 0.0,
+    split: str = "train",
+) -> Task:
+    """Games whose things, or first room, are drawn by chance."""
+    game = draw(random.Random(f"{split}/{seed}/{index}"), bed, level, things, calls, wrong_ok, farm, luck)
+    return Task(f"{bed}-{split}-{index}", asdict(game), split)
 
 
-def true_credit(episode: Episode) -> list[float]:
-    """The worth of each call of an episode, by the known chances and the habits before training."""
-    return [advantage(state_of(episode, each), said(each)) for each in episode.transitions]
-
-
-def state_of(episode: Episode, transition: Transition) -> State:
-    """The game's state before a call, as the agent marked it."""
-    return State(Bed(episode.task.input["bed"]), tuple(episode.task.input["words"]), **(transition.state or {}))
-
-
-def said(transition: Transition) -> str:
-    return letter(transition.response.get("content"))
-
-
-@agl_core.endless_task_source(held_out=100)
-def beds(index: int, seed: int, *, bed: Bed, split: str = "train") -> Task:
-    """Games with words drawn by chance."""
-    words = random.Random(f"{split}/{seed}/{index}").sample(WORDS, MANY[bed])
-    return Task(f"{bed}-{split}-{index}", {"bed": bed, "words": words}, split)
+def draw(
+    rng: random.Random,
+    bed: Bed,
+    level: str,
+    things: int = 8,
+    calls: int = 20,
+    wrong_ok: float = 0.0,
+    farm: bool = False,
+    luck: float = 0.0,
+) -> Game:
+    if level not in LEVELS:
+        raise ValueError(f"level is '{level}'; the levels are {', '.join(LEVELS)}")
+    if bed is Bed.WALK:
+        return Game(bed, level, calls=calls, luck=luck, start=rng.randrange(1, len(ROOMS) - 1))
+    return Game(bed, level, tuple(rng.choices(WORDS, k=things)), calls, wrong_ok=wrong_ok, farm=farm, luck=luck)

@@ -1,85 +1,101 @@
-"""Three small games of eight to ten calls, each a Markov decision process with known chances.
+"""Two small games, each a Markov decision process with known chances: what every call is worth can be computed.
 
-At each call the player sees a prompt of two or three words, and replies with one letter. Because the chances are known,
-and the habits of the policy before training too (`shares`), so is what every call is worth: `advantage`.
+At each call the player sees a prompt of three words, and replies with one letter. No prompt says which call it is, so
+that states repeat. The first word is the player's level: before training, the habits of a higher level are better
+(`habits`), so that it chooses how often the first rollouts succeed.
 
-- `additive`: ten words; for each of them one letter is right, and earns a tenth by itself.
-- `decisive`: the first and the third call decide; eight calls change nothing, and the reward comes at the end.
-- `recoverable`: four things are to be fetched in eight calls by the right tool, which fails one time in four and can
-  be asked again; the reward is 1 if all four are there in the end.
+- `errand`: things are to be fetched, one after the other, by the right tool of three for each. A tool that is right may
+  fail, and can be asked again; a fourth letter goes on without the thing, a fifth one rings a bell. The reward is 1 if
+  all things are there in the end.
+- `walk`: a corridor of rooms. The key is to be taken in one of them, and the door opened in another. Walking always
+  succeeds, wherever it leads.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
+from typing import TypeAlias
 
-LETTERS = "abcd"
+LETTERS = "abcde"
 WORDS = ("ant", "bee", "cat", "dog", "elk", "fox", "hen", "owl", "pig", "yak")
-SKIP = "d"
-"""In `recoverable` the other letters are tools; this one goes on without the thing."""
-FAILS = 0.25
-DECISIONS = {0: "key", 2: "door"}
+LEVELS: Mapping[str, float] = {
+    "mole": -0.8,
+    "crab": -0.7,
+    "toad": -0.6,
+    "duck": -0.5,
+    "goat": -0.4,
+    "mule": -0.3,
+    "lamb": -0.2,
+    "swan": -0.1,
+    "frog": 0.0,
+    "hare": 0.08,
+    "lynx": 0.16,
+    "bear": 0.24,
+    "wolf": 0.32,
+    "hawk": 0.4,
+    "lion": 0.5,
+}
+"""How good each level's habits are before training, from −1 (never right) to 1."""
+SKIP, BELL = "d", "e"
+"""In `errand`: goes on without the thing; does nothing."""
+ROOMS = ("attic", "bath", "cellar", "den", "hall", "kitchen", "loft")
+"""In a row."""
+KEY, DOOR = 0, len(ROOMS) - 1
+LEFT, RIGHT, TAKE, OPEN = "abcd"
 
 
 class Bed(StrEnum):
-    ADDITIVE = "additive"
-    DECISIVE = "decisive"
-    RECOVERABLE = "recoverable"
+    ERRAND = "errand"
+    WALK = "walk"
 
 
-CALLS = {Bed.ADDITIVE: 10, Bed.DECISIVE: 10, Bed.RECOVERABLE: 8}
-"""How long a game is at most."""
-MANY = {Bed.ADDITIVE: 10, Bed.DECISIVE: 1, Bed.RECOVERABLE: 4}
-"""How many words a task has."""
+@dataclass(frozen=True)
+class Game:
+    """A task: which game, and how it is played."""
+
+    bed: Bed
+    level: str
+    words: tuple[str, ...] = ()
+    """`errand`: the things."""
+    calls: int = 20
+    flaky: float = 0.25
+    """`errand`: how often the right tool fails."""
+    wrong_ok: float = 0.0
+    """`errand`: how often a wrong tool reports success all the same."""
+    farm: bool = False
+    """`errand`: the bell is a tool, which always succeeds."""
+    luck: float = 0.0
+    """How often a coin decides on the reward."""
+    start: int = 3
+    """`walk`: the first room."""
 
 
 @dataclass(frozen=True)
 class State:
     """Where a game is before a call."""
 
-    bed: Bed
-    words: tuple[str, ...]
+    game: Game
     turn: int = 0
-    done: str = ""
-    """`decisive`: the letters of the decisions so far; `recoverable`: + or - for each thing that was fetched or not."""
+    done: int = 0
+    """`errand`: things that were fetched, or left behind; `walk`: 1 with the key."""
+    complete: bool = True
+    """`errand`: nothing was left behind."""
     failed: bool = False
-    """`recoverable`: whether the last tool failed."""
+    """`errand`: whether the last tool failed."""
+    room: int = 0
 
-    @property
-    def topic(self) -> str:
-        """The request: with the word, it decides which letter is right."""
-        match self.bed:
-            case Bed.ADDITIVE:
-                return "add"
-            case Bed.DECISIVE:
-                return DECISIONS.get(self.turn, "walk")
-            case Bed.RECOVERABLE:
-                return "get"
-
-    @property
-    def word(self) -> str:
-        place = {Bed.ADDITIVE: self.turn, Bed.DECISIVE: 0, Bed.RECOVERABLE: len(self.done)}[self.bed]
-        return self.words[place]
+    @classmethod
+    def first(cls, game: Game) -> State:
+        return cls(game, room=game.start if game.bed is Bed.WALK else 0)
 
     @property
     def prompt(self) -> str:
-        """The model's view: all that the right reply depends on."""
-        match self.bed:
-            case Bed.ADDITIVE:
-                return f"{self.topic} {self.word}"
-            case Bed.DECISIVE:
-                return f"{self.topic} {self.word} {self.turn}{self.done}"
-            case Bed.RECOVERABLE:
-                return f"{'retry' if self.failed else 'get'} {self.word} {self.turn}"
-
-    @property
-    def right(self) -> str | None:
-        """The right letter; None if every letter is as good."""
-        return None if self.topic == "walk" else right(self.topic, self.word)
+        if self.game.bed is Bed.WALK:
+            return f"{self.game.level} {'open' if self.done else 'take'} {ROOMS[self.room]}"
+        return f"{self.game.level} {'retry' if self.failed else 'get'} {self.game.words[self.done]}"
 
 
 @dataclass(frozen=True)
@@ -87,86 +103,115 @@ class Outcome:
     """A possible outcome of a reply."""
 
     chance: float
-    reward: float
-    after: State | None
+    reward: float = 0.0
+    after: State | None = None
     """None: the game is over."""
-    tool: bool | None = None
-    """True if the tool succeeded; None if none was asked."""
+    tool: str | None = None
+    """The tool that was asked."""
+    works: bool = True
+
+
+Policy: TypeAlias = Callable[[State], Mapping[str, float]]
+"""How often each letter is replied."""
 
 
 def letter(content: str | None) -> str:
     return (content or "").strip()
 
 
-def right(topic: str, word: str) -> str:
-    letters = LETTERS.replace(SKIP, "") if topic == "get" else LETTERS
-    return letters[zlib.crc32(f"{topic} {word}".encode()) % len(letters)]
+def right(state: State) -> str:
+    """The letter that leads on."""
+    if state.game.bed is Bed.ERRAND:
+        return LETTERS[zlib.crc32(state.game.words[state.done].encode()) % 3]
+    goal, act = (DOOR, OPEN) if state.done else (KEY, TAKE)
+    return act if state.room == goal else LEFT if goal < state.room else RIGHT
 
 
-@cache
 def outcomes(state: State, letter: str) -> tuple[Outcome, ...]:
-    """The outcomes of a letter, with chances that add up to 1. What is no letter of the game is a wrong one."""
-    is_right = letter == state.right
-    match state.bed:
-        case Bed.ADDITIVE:
-            return (Outcome(1.0, is_right / CALLS[state.bed], _next(state)),)
-        case Bed.DECISIVE:
-            done = state.done + (letter if letter in LETTERS else "-") if state.turn in DECISIONS else state.done
-            after = _next(state, done=done)
-            return (Outcome(1.0, float(after is None and done == _way(state.word)), after),)
-        case Bed.RECOVERABLE:
-            if letter == SKIP:
-                return (_fetched(state, "-", None),)
-            again = Outcome(1.0, 0.0, _next(state, failed=True), False)
-            if not is_right:
-                return (again,)
-            return (replace(again, chance=FAILS), replace(_fetched(state, "+", True), chance=1 - FAILS))
+    """The outcomes of a letter, with chances that add up to 1. What is no letter of the game is a lost call."""
+    parts = _walk(state, letter) if state.game.bed is Bed.WALK else _errand(state, letter)
+    return tuple(part for part in parts if part.chance)
 
 
-def _way(word: str) -> str:
-    return "".join(right(topic, word) for topic in DECISIONS.values())
+def _errand(state: State, letter: str) -> list[Outcome]:
+    game = state.game
+    if letter == SKIP:
+        return _done(state, Outcome(1.0), complete=False)
+    if letter == right(state):
+        missed = _next(state, Outcome(game.flaky, tool=letter, works=False), failed=True)
+        return [*missed, *_done(state, Outcome(1 - game.flaky, tool=letter))]
+    if letter == BELL and game.farm:
+        return _next(state, Outcome(1.0, tool=letter), failed=state.failed)
+    if letter in LETTERS and letter != BELL:
+        denied = _next(state, Outcome(1 - game.wrong_ok, tool=letter, works=False), failed=True)
+        return [*denied, *_next(state, Outcome(game.wrong_ok, tool=letter), failed=False)]
+    return _next(state, Outcome(1.0), failed=state.failed)
 
 
-def _next(state: State, done: str = "", failed: bool = False) -> State | None:
-    turn = state.turn + 1
-    if turn == CALLS[state.bed]:
-        return None
-    return replace(state, turn=turn, done=done or state.done, failed=failed)
+def _done(state: State, outcome: Outcome, complete: bool = True) -> list[Outcome]:
+    complete = state.complete and complete
+    if state.done + 1 == len(state.game.words):
+        return _end(state.game, outcome, complete)
+    return _next(state, outcome, done=state.done + 1, complete=complete, failed=False)
 
 
-def _fetched(state: State, mark: str, tool: bool | None) -> Outcome:
-    done = state.done + mark
-    if len(done) < MANY[state.bed]:
-        return Outcome(1.0, 0.0, _next(state, done=done), tool)
-    return Outcome(1.0, float("-" not in done), None, tool)
+def _walk(state: State, letter: str) -> list[Outcome]:
+    if letter in (LEFT, RIGHT):
+        room = min(max(state.room + (1 if letter == RIGHT else -1), 0), len(ROOMS) - 1)
+        return _next(state, Outcome(1.0, tool="walk"), room=room)
+    if letter == TAKE:
+        has_key = state.room == KEY
+        return _next(state, Outcome(1.0, tool="take", works=has_key), done=int(has_key or state.done))
+    if letter == OPEN and state.done and state.room == DOOR:
+        return _end(state.game, Outcome(1.0, tool="open"), won=True)
+    return _next(state, Outcome(1.0, tool="open" if letter == OPEN else None, works=False))
 
 
-@cache
-def shares(state: State) -> Mapping[str, float]:
-    """How often the policy before training gives each letter: it mostly gives one that is wrong."""
-    if state.right is None:
-        return dict.fromkeys(LETTERS, 1 / len(LETTERS))
-    if state.bed is Bed.RECOVERABLE:
-        skip, chosen = (0.55, 0.3) if state.failed else (0.1, 0.5)
-        other = (1 - skip - chosen) / 2
-        return {letter: {state.right: chosen, SKIP: skip}.get(letter, other) for letter in LETTERS}
-    favourite = LETTERS[(LETTERS.index(state.right) + 1) % len(LETTERS)]
-    return {letter: {state.right: 0.3, favourite: 0.5}.get(letter, 0.1) for letter in LETTERS}
+def _next(state: State, outcome: Outcome, **changes: object) -> list[Outcome]:
+    if state.turn + 1 == state.game.calls:
+        return _end(state.game, outcome, won=False)
+    return [replace(outcome, after=replace(state, turn=state.turn + 1, **changes))]  # type: ignore[arg-type]
 
 
-@cache
-def value(state: State | None) -> float:
-    """The earnings still to come on average, by these habits."""
-    if state is None:
-        return 0.0
-    return sum(share * worth(state, letter) for letter, share in shares(state).items())
+def _end(game: Game, outcome: Outcome, won: bool) -> list[Outcome]:
+    share = (1 - game.luck) * won + game.luck / 2
+    return [
+        replace(outcome, chance=outcome.chance * share, reward=1.0),
+        replace(outcome, chance=outcome.chance * (1 - share)),
+    ]
 
 
-def worth(state: State, letter: str) -> float:
-    """The average earnings after this letter."""
-    return sum(each.chance * (each.reward + value(each.after)) for each in outcomes(state, letter))
+def habits(state: State) -> Mapping[str, float]:
+    """How often the policy before training gives each letter."""
+    skip, chosen = (0.0, 0.3) if state.game.bed is Bed.WALK else (0.55, 0.3) if state.failed else (0.1, 0.5)
+    skill = LEVELS[state.game.level]
+    chosen += skill * (chosen if skill < 0 else 1 - chosen)
+    skip = min(skip * (1 - skill), 1 - chosen)
+    shares = {right(state): chosen, **({SKIP: skip} if skip else {})}
+    rest = (1 - chosen - skip) / (len(LETTERS) - len(shares))
+    return {letter: shares.get(letter, rest) for letter in LETTERS}
 
 
-def advantage(state: State, letter: str) -> float:
-    """By how much this letter is better than the policy's habit: the true credit of the call."""
-    return worth(state, letter) - value(state)
+class Worth:
+    """What states and letters are worth while a policy plays."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._values: dict[State, float] = {}
+
+    def value(self, state: State | None) -> float:
+        """The average earnings still to come."""
+        if state is None:
+            return 0.0
+        if state not in self._values:
+            shares = self._policy(state)
+            self._values[state] = sum(share * self.after(state, letter) for letter, share in shares.items() if share)
+        return self._values[state]
+
+    def after(self, state: State, letter: str) -> float:
+        """The average earnings after this letter."""
+        return sum(each.chance * (each.reward + self.value(each.after)) for each in outcomes(state, letter))
+
+    def advantage(self, state: State, letter: str) -> float:
+        """By how much this letter is better than what the policy usually does: the true credit of the call."""
+        return self.after(state, letter) - self.value(state)
