@@ -1,4 +1,4 @@
-"""The credit rules "identical", "immediate", "discounted" and "stepwise".
+"""The credit rules "identical", "immediate" and "discounted"; `agl_rewards` has those that compare calls.
 
 Each is a small pure function over a group of episodes; it says whether it yields returns or rewards (or what can be
 read as either), and what it conserves. `agl_core.types.episodes` explains the symbols r_t, R and G_t.
@@ -7,19 +7,14 @@ read as either), and what it conserves. `agl_core.types.episodes` explains the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import mean
 from typing import Annotated, TypeAlias
 
-import numpy as np
 from pydantic import Field
 
 from agl_core.decorators import credit_rule
-from agl_core.kinds import Capability
-from agl_core.types import CreditKind, Episode, Transition, discounted_returns, episode_return
+from agl_core.types import CreditKind, Episode, discounted_returns, episode_return
 
 Discount: TypeAlias = Annotated[float, Field(ge=0, le=1, description="γ: the worth of a reward one call earlier.")]
-_State: TypeAlias = tuple[str, bytes]
-"""A policy and the token ids of a prompt."""
 
 
 @credit_rule(kind=CreditKind.RETURN)
@@ -54,57 +49,3 @@ def discounted(episodes: Sequence[Episode], *, gamma: Discount = 0.9) -> list[li
     episode's return.
     """
     return [discounted_returns(episode, gamma) for episode in episodes]
-
-
-@credit_rule(kind=CreditKind.RETURN, needs={Capability.GROUPS, Capability.TOKEN_IDS})
-def stepwise(episodes: Sequence[Episode], *, gamma: Discount = 1.0) -> list[list[float]]:
-    """At a state that several rollouts of a group meet, each is compared with the others (GiGPO, arXiv 2505.10978).
-
-    A state s is a token-identical prompt of one policy. If at least two rollouts of the group met it,
-
-        R_t = b + (G_t − mean over those rollouts of G at s)        b = the group's mean return
-
-    and if only one rollout met the state, R_t = R, the rollout's return. b puts the term in brackets on the scale of
-    returns, like R of the other transitions.
-
-    GiGPO adds this term, as an advantage of the step, to the advantage of the episode, R − b. Here it replaces the
-    episode's advantage at shared states: it does not contain what the rollout earned before s, or at other states.
-
-    A rollout that met s several times counts once, with the mean of its visits.
-
-    Conserves: at every shared state the mean over its rollouts is b, so a call gets no credit for the state that it
-    starts from. A first call that all rollouts share, and that no rollout comes back to, has the returns themselves (γ
-    = 1); without a shared state the rule is `identical`. The mean over all transitions, which a baseline of the group
-    subtracts, is b if no state is shared, or if rollouts of one length share every state, once each. Otherwise it
-    differs from b by the same amount for the whole group.
-    """
-    if not episodes:
-        return []
-    returns = [discounted_returns(episode, gamma) for episode in episodes]
-    visits: dict[_State, dict[int, dict[int, list[float]]]] = {}
-    """By state, rollout and turn: G of each choice."""
-    for i, episode in enumerate(episodes):
-        for transition, value in zip(episode.transitions, returns[i], strict=True):
-            state = _state(transition)
-            if state is not None:
-                visits.setdefault(state, {}).setdefault(i, {}).setdefault(transition.turn, []).append(value)
-    # `statistics.mean` is exact: equal returns must not differ in the last bit after a baseline is moved.
-    baseline = mean(episode_return(episode) for episode in episodes)
-    shift: dict[_State | None, float] = {
-        state: baseline - mean(mean(map(mean, by_turn.values())) for by_turn in by_rollout.values())
-        for state, by_rollout in visits.items()
-        if len(by_rollout) > 1
-    }
-    return [
-        [
-            value + shift[state] if (state := _state(t)) in shift else episode_return(episode)
-            for t, value in zip(episode.transitions, of_episode, strict=True)
-        ]
-        for episode, of_episode in zip(episodes, returns, strict=True)
-    ]
-
-
-def _state(transition: Transition) -> _State | None:
-    if transition.prompt_ids is None:
-        return None
-    return transition.policy, np.asarray(transition.prompt_ids, np.int32).tobytes()

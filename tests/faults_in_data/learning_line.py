@@ -83,8 +83,9 @@ class Way:
 
 WAYS = (
     Way("grpo", "identical", (("beta", 0.04),)),  # With a KL term groups without contrast are trained on too.
-    Way("grpo", "stepwise", (("importance_cap", 2.0), ("importance_level", "sequence"), ("ratio", "sequence"))),
-    Way("grpo", "air", (("beta", 0.04), ("aggregation", "token-mean"))),
+    Way("grpo", "discounted", (("importance_cap", 2.0), ("importance_level", "sequence"), ("ratio", "sequence"))),
+    Way("grpo", "gigpo", (("surrogate", "cispo"),), CreditKind.ADVANTAGE),
+    Way("grpo", "air", (("beta", 0.04), ("aggregation", "token-mean")), CreditKind.ADVANTAGE),
     Way("ppo", "discounted", (("minibatches", 2),)),
     Way("ppo", "immediate", (("across_calls", True),), CreditKind.REWARD),
     Way("reinforce++", "identical"),

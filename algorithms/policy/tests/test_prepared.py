@@ -17,7 +17,7 @@ from torch import Tensor
 from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.policy_gradient import Samples
 from agl_algorithms.prepared import PreparedBatch, lineages, minibatches, prepare, samples_of
-from agl_core.builtin import discounted, identical, stepwise
+from agl_core.builtin import discounted, identical
 from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches
 from agl_core.testing import episodes as make
 from agl_core.testing.engines import Row, batch_of
@@ -75,7 +75,7 @@ UNTRAINABLE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("rule", "options"), [(identical, {}), (discounted, {"gamma": 0.5}), (stepwise, {})])
+@pytest.mark.parametrize(("rule", "options"), [(identical, {}), (discounted, {"gamma": 0.5})])
 @settings(max_examples=15)
 @given(members=st.lists(st.tuples(st.integers(-2, 2), st.sampled_from(list(UNTRAINABLE))), min_size=2, max_size=5))
 def test_a_rollout_that_cannot_be_trained_on_is_compared_all_the_same(

@@ -45,10 +45,10 @@ def test_what_goes_together_passes(loaded: Load, overrides: tuple[str, ...]) -> 
         (("train.refill=1", "train.group_size=1", "algorithm.name=easy"), ("group_size is 1, so all are",)),
         (("async.max_staleness=1", "async.in_flight=15"), ("in_flight is 15", "needs 16 groups")),
         (("async.max_staleness=0", "async.in_flight=17"), ("in_flight is 17", "Set max_staleness to 1 or more")),
-        (("credit.name=per_step",), ("takes returns", "the time axis has no owner", "stepwise, whole)")),
+        (("credit.name=per_step",), ("takes returns", "the time axis has no owner", "whole)")),
         (
             ("algorithm.name=judging", "engine.name=rich"),
-            ("adds up what came after itself", "counted twice", "(either, immediate, per_step)"),
+            ("takes rewards", "counted twice", "(either, immediate, per_step)"),
         ),
         (("engine.name=poor",), ("needs a reference model", "engine 'poor'", "(pretending, rich")),
         (

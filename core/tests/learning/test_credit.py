@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_core import kinds
-from agl_core.builtin import discounted, identical, immediate, stepwise
+from agl_core.builtin import discounted, identical, immediate
+from agl_core.config.resolve import ChosenComponent
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.learning.transitions import build_episode
 from agl_core.plugins import Plugins
@@ -130,58 +131,14 @@ class TestIdentical:
         assert fmean(identical([one])[0]) == near(episode_return(one))
 
 
-class TestStepwise:
-    @given(members=GROUPS, gamma=st.sampled_from([0.5, 1.0]))
-    def test_at_a_shared_state_the_mean_over_rollouts_is_the_groups_and_elsewhere_the_value_is_the_return(
-        self, members: list[tuple[list[Step], float]], gamma: float
-    ) -> None:
-        episodes = group(members)
-        values = stepwise(episodes, gamma=gamma)
-        met: dict[int, dict[int, list[float]]] = {}
-        for i, (steps, _) in enumerate(members):
-            for step, value in zip(steps, values[i], strict=True):
-                met.setdefault(step.state, {}).setdefault(i, []).append(value)
-        baseline = fmean(episode_return(e) for e in episodes)
-        for by_rollout in met.values():
-            if len(by_rollout) > 1:
-                assert fmean(fmean(values_there) for values_there in by_rollout.values()) == near(baseline)
-            else:
-                [(i, values_there)] = by_rollout.items()
-                assert values_there == [episode_return(episodes[i])] * len(values_there)
-
-    @given(members=GROUPS)
-    def test_differences_at_a_shared_state_are_differences_of_what_came_after(
-        self, members: list[tuple[list[Step], float]]
-    ) -> None:
-        episodes = group([([Step(state=9), *steps, Step(state=8)], terminal) for steps, terminal in members])
-        values, to_go = stepwise(episodes), discounted(episodes, gamma=1.0)
-        for at in (0, -1):
-            moved = [v[at] - v0 for v, v0 in zip(values, (values[0][at],) * len(values), strict=True)]
-            assert moved == near([g[at] - to_go[0][at] for g in to_go])
-
-    @given(steps=st.lists(st.lists(STEPS.map(lambda s: replace(s, reward=0.0)), min_size=1), min_size=1, max_size=5))
-    @pytest.mark.parametrize("terminal", [0.1, 1 / 3, -0.7])
-    def test_rollouts_of_equal_return_get_equal_values_to_the_last_bit(
-        self, steps: list[list[Step]], terminal: float
-    ) -> None:
-        values = stepwise(group([(step, terminal) for step in steps]))
-        assert {value for of_episode in values for value in of_episode} == {terminal}
-
-    def test_calls_without_token_ids_or_of_another_policy_share_no_state(self) -> None:
-        first, second, third = group([([Step()], 1.0), ([Step()], 0.0), ([Step(state=1)], 0.0)])
-        assert stepwise([first, second, third]) == [near([5 / 6]), near([-1 / 6]), [0.0]]
-        for change in ({"policy": "other"}, {"prompt_ids": None}):
-            changed = replace(second, transitions=(replace(second.transitions[0], **change),))
-            assert stepwise([first, changed, third]) == [[1.0], [0.0], [0.0]]
-
-
 # Every rule that agl ships, wherever it comes from: each installed one is found and tried.
 
 
 VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "discounted": [{"gamma": 0.0}, {"gamma": 1.0}],
-    "stepwise": [{"gamma": 0.5}],
-    "air": [{"alpha": 0.7}, {"reward": "return"}, {"alpha": 0.0, "reward": "return"}],
+    "gigpo": [{"omega": 0.5, "gamma": 0.5}],
+    "grouped": [{"kappa": 4.0, "lam": 0.5}],
+    "air": [{"beta": 0.0}, {"form": "mixed", "alpha": 0.7}],
 }
 """Settings to try beside the defaults."""
 
@@ -189,11 +146,12 @@ VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 def shipped() -> list[PolicyCredit]:
     """Each rule of the installed agl packages, with each of its settings, for each kind of its values."""
     return [
-        PolicyCredit(f"{name} {dict(chosen)}" if chosen else name, component.build(component.options(**chosen)), kind)
+        PolicyCredit(f"{name} {dict(settings)}" if settings else name, chosen.build(), kind)
         for name, component in Plugins.load().components(kinds.CREDIT).items()
         if component.origin.startswith("agl-")
-        for chosen in ({}, *VARIANTS.get(name, ()))
-        for kind in sorted(component.yields)
+        for settings in ({}, *VARIANTS.get(name, ()))
+        for chosen in [ChosenComponent(component, component.options(**settings))]
+        for kind in sorted(chosen.yields)
     ]
 
 
@@ -218,16 +176,21 @@ def values_of(credit: PolicyCredit, episodes: Sequence[Episode]) -> dict[Transit
 
 def test_every_rule_that_is_shipped_is_tried() -> None:
     names = {credit.name for credit in RULES}
-    assert {"identical", "immediate", "discounted", "stepwise"} <= names
+    assert {"identical", "immediate", "discounted"} <= names
     if importlib.util.find_spec("agl_rewards"):
-        assert {"air", "air {'alpha': 0.7}", "air {'reward': 'return'}"} <= names
+        assert {"air", "air {'form': 'mixed', 'alpha': 0.7}", "gigpo", "grouped"} <= names
     assert {credit.kind for credit in RULES if credit.name == "immediate"} == {CreditKind.REWARD, CreditKind.RETURN}
 
 
 @rules
 @given(terminals=st.lists(REWARDS, min_size=1, max_size=6))
 def test_one_call_episodes_are_single_turn_learning(credit: PolicyCredit, terminals: list[float]) -> None:
-    assert credit.rule(group([([Step()], terminal) for terminal in terminals])) == [[end] for end in terminals]
+    [*values] = credit.rule(group([([Step()], terminal) for terminal in terminals]))
+    if credit.kind is CreditKind.ADVANTAGE:
+        spread = stdev(terminals) if len(terminals) > 1 else 0.0
+        assert values == [near([(end - fmean(terminals)) / (spread + 1e-6)], 1e-3) for end in terminals]
+    else:
+        assert values == [[end] for end in terminals]
 
 
 @rules
