@@ -206,7 +206,7 @@ def test_the_package_is_listed_with_its_settings_and_brings_its_command(installe
     assert brevity["doc"] == "1 if the answer is short."
     assert brevity["settings"] == [{"name": "limit", "required": False, "default": 200, "description": ""}]
     assert mine["reward", "shortest"]["needs"] == ["groups"]
-    assert (mine["credit", "relative"]["yields"], mine["algorithm", "rloo"]["takes"]) == (["return"], "return")
+    assert (mine["credit", "relative"]["yields"], mine["algorithm", "rloo"]["takes"]) == (["return"], ["return"])
     assert python("-m", "agl_core", "greet", "world") == "hello world\n"
     frameworks = "from importlib.metadata import entry_points as e; print(*e(group='agl.frameworks').names)"
     assert "tiny_agents" in python("-c", frameworks).split()

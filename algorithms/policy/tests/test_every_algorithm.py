@@ -188,44 +188,50 @@ def test_micro_batches_add_up_to_the_whole(batch: tuple[list[Row], int], algorit
         torch.testing.assert_close(combine(part[1][name] for part in parts), value)
 
 
+REWARD, RETURN, ADVANTAGE = CreditKind
+
+
 @pytest.mark.parametrize(
     ("name", "options", "takes", "needs"),
     [
-        ("grpo", {}, CreditKind.RETURN, {Capability.GROUPS}),
-        ("grpo", {"beta": 0.04}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE}),
-        ("grpo", {"target_kl": 0.02, "minibatches": 2}, CreditKind.RETURN, {Capability.GROUPS, Capability.TARGET_KL}),
-        ("reinforce++", {}, CreditKind.RETURN, set()),
-        ("reinforce++", {"across_calls": True}, CreditKind.REWARD, set()),
-        ("reinforce++", {"beta": 0.1}, CreditKind.RETURN, {Capability.REFERENCE}),
-        ("dpo", {}, CreditKind.RETURN, {Capability.GROUPS, Capability.REFERENCE, Capability.RESCORE}),
-        ("distill", {"teacher": "a/b"}, None, {Capability.RESCORE, Capability.TEACHER}),
+        ("grpo", {}, {RETURN, ADVANTAGE}, {Capability.GROUPS}),
+        ("grpo", {"beta": 0.04}, {RETURN, ADVANTAGE}, {Capability.GROUPS, Capability.REFERENCE}),
+        ("grpo", {"std_normalization": False}, {RETURN}, {Capability.GROUPS}),
+        ("grpo", {"normalize": "each"}, {RETURN}, {Capability.GROUPS, Capability.NAMED_REWARDS}),
+        ("grpo", {"target_kl": 0.02, "minibatches": 2}, {RETURN, ADVANTAGE}, {Capability.GROUPS, Capability.TARGET_KL}),
+        ("reinforce++", {}, {RETURN, ADVANTAGE}, set()),
+        ("reinforce++", {"whitening": "off"}, {RETURN}, set()),
+        ("reinforce++", {"across_calls": True}, {REWARD}, set()),
+        ("reinforce++", {"beta": 0.1}, {RETURN, ADVANTAGE}, {Capability.REFERENCE}),
+        ("dpo", {}, {RETURN}, {Capability.GROUPS, Capability.REFERENCE, Capability.RESCORE}),
+        ("distill", {"teacher": "a/b"}, set(), {Capability.RESCORE, Capability.TEACHER}),
         (
             "distill",
             {"teacher": "http://there/v1", "teacher_model": "big"},
-            None,
+            set(),
             {Capability.RESCORE, Capability.TEACHER, Capability.UNIT_TEMPERATURE},
         ),
         (
             "distill",
             {"teacher": "a/b", "reward_weight": 0.5},
-            CreditKind.RETURN,
+            {RETURN},
             {Capability.GROUPS, Capability.RESCORE, Capability.TEACHER},
         ),
-        ("ppo", {}, CreditKind.RETURN, {Capability.CRITIC}),
-        ("ppo", {"across_calls": True}, CreditKind.REWARD, {Capability.CRITIC}),
-        ("ppo", {"beta": 0.1}, CreditKind.RETURN, {Capability.CRITIC, Capability.REFERENCE}),
-        ("sft", {}, None, {Capability.DEMONSTRATIONS, Capability.RECORDED_TEXTS}),
-        ("rft", {"threshold": 0.5}, CreditKind.RETURN, set()),
-        ("rft", {"top_k": 1}, CreditKind.RETURN, {Capability.GROUPS}),
+        ("ppo", {}, {RETURN}, {Capability.CRITIC}),
+        ("ppo", {"across_calls": True}, {REWARD}, {Capability.CRITIC}),
+        ("ppo", {"beta": 0.1}, {RETURN}, {Capability.CRITIC, Capability.REFERENCE}),
+        ("sft", {}, set(), {Capability.DEMONSTRATIONS, Capability.RECORDED_TEXTS}),
+        ("rft", {"threshold": 0.5}, {RETURN}, set()),
+        ("rft", {"top_k": 1}, {RETURN}, {Capability.GROUPS}),
     ],
 )
 def test_each_is_registered_with_what_it_takes_and_needs(
-    name: str, options: dict[str, Any], takes: CreditKind | None, needs: set[Capability]
+    name: str, options: dict[str, Any], takes: set[CreditKind], needs: set[Capability]
 ) -> None:
     chosen = choose(name, **options)
     algorithm, component = chosen.build(), chosen.component
     assert chosen.needs == {Capability.TOKEN_IDS} | needs
-    assert chosen.takes is takes
+    assert chosen.takes == takes
     # What it tells the engine is what the check goes by.
     assert algorithm.needs_critic == (Capability.CRITIC in needs)
     assert algorithm.needs_reference == (Capability.REFERENCE in needs)

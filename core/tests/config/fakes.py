@@ -97,7 +97,7 @@ def register_components(register: Register) -> None:
     )
     needs = {Capability.CRITIC, Capability.TOKEN_IDS}
     register(kinds.ALGORITHM, "judging", built, needs=needs, takes=CreditKind.REWARD)
-    register(kinds.ALGORITHM, "easy", built, takes=None)
+    register(kinds.ALGORITHM, "easy", built, takes=())
     provides = {Capability.REFERENCE, Capability.TOKEN_IDS}
     register(kinds.ENGINE, "pretending", built, options=EngineOptions, provides=provides)
     register(kinds.ENGINE, "poor", built)

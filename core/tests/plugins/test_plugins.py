@@ -364,7 +364,7 @@ def test_an_algorithm_is_a_class_with_its_settings_as_keywords_or_as_a_model() -
             self.beta = beta
 
     @agl_core.algorithm(
-        name="model", options=Model, needs=lambda o: {Capability.REFERENCE} if o.beta else (), takes=lambda o: None
+        name="model", options=Model, needs=lambda o: {Capability.REFERENCE} if o.beta else (), takes=lambda o: ()
     )
     class WithModel(Keywords):
         def __init__(self, options: Model) -> None:
@@ -376,7 +376,7 @@ def test_an_algorithm_is_a_class_with_its_settings_as_keywords_or_as_a_model() -
     assert (set(plain.needs), plain.takes) == ({Capability.TOKEN_IDS}, CreditKind.REWARD)
     assert model.build(model.options()).beta == 0.5
     default, without = ChosenComponent(model, Model()), ChosenComponent(model, Model(beta=0))
-    assert (default.needs, default.takes, without.needs) == ({Capability.REFERENCE}, None, set())
+    assert (default.needs, default.takes, without.needs) == ({Capability.REFERENCE}, set(), set())
 
 
 @pytest.mark.parametrize(
