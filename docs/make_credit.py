@@ -1,0 +1,377 @@
+"""Makes the runs on credit of docs/experiments.md, without a server (examples/beds/simulate.py), and writes its tables.
+
+python docs/make_credit.py                  # what is missing in docs/credit.json, then the page; it can be interrupted
+python docs/make_credit.py --minutes 30     # starts no further run after half an hour; call it again to go on
+python docs/make_credit.py --quick          # H1 and H4, three arms, three seeds, five minutes; writes nothing
+python docs/make_credit.py --write          # no run, the page alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from make_readme import replaced
+
+from agl_core.types import AlarmName
+from agl_server.health.table import ALARMS
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "beds"))
+from beds import Bed
+from simulate import GROUP_SIZE, GROUPS, ORACLE, Arm, run
+
+RESULTS, PAGE = (Path(__file__).with_name(name) for name in ("credit.json", "experiments.md"))
+SEEDS, TUNING_SEEDS, STEPS = 12, 2, 25
+RATES = (2e-3, 4e-3)
+"""Each arm has the better one, by its mean area in `TUNED` on seeds of their own."""
+
+CELLS: Mapping[str, Mapping[str, Any]] = {
+    "errand, 20 calls, 0.5%": {"bed": Bed.ERRAND, "level": "swan", "things": 8, "calls": 20},
+    "errand, 20 calls, 10%": {"bed": Bed.ERRAND, "level": "hawk", "things": 8, "calls": 20},
+    "errand, 5 calls, 1%": {"bed": Bed.ERRAND, "level": "mule", "things": 4, "calls": 5},
+    "errand, 40 calls, 1%": {"bed": Bed.ERRAND, "level": "hawk", "things": 16, "calls": 40},
+    "farm, 16 calls, 5%": {"bed": Bed.ERRAND, "level": "frog", "things": 6, "calls": 16, "farm": True},
+    "misleading, 20 calls, 2%": {"bed": Bed.ERRAND, "level": "lamb", "things": 8, "calls": 20, "wrong_ok": 0.9},
+    "walk, 20 calls, 1%": {"bed": Bed.WALK, "level": "frog", "calls": 20},
+    "luck, 20 calls, 26%": {"bed": Bed.ERRAND, "level": "frog", "things": 8, "calls": 20, "luck": 0.5},
+}
+"""Games, by what the policy wins before training."""
+TUNED = ("errand, 20 calls, 10%", "walk, 20 calls, 1%")
+
+ACROSS = {"across_calls": True}
+ARMS: Mapping[str, Arm] = {
+    "identical": Arm("identical"),
+    "air": Arm("air"),
+    "air, mixed": Arm("air", {"form": "mixed"}),
+    "gigpo": Arm("gigpo"),
+    "grouped": Arm("grouped"),
+    "ppo, across calls": Arm("immediate", algorithm="ppo", options={**ACROSS, "critic_learning_rate": 4e-3}),
+    "oracle": Arm(ORACLE),
+    "immediate": Arm("immediate"),
+}
+QUICK_ARMS = ("identical", "air", "air, mixed")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    cell: str
+    arm: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.cell}/{self.arm}/{self.rate:g}/{self.seed}"
+
+    def run(self) -> dict[str, Any]:
+        return run(CELLS[self.cell], ARMS[self.arm], self.seed, self.rate, STEPS)
+
+
+def tuning() -> Iterator[Experiment]:
+    for seed in range(1000, 1000 + TUNING_SEEDS):
+        for cell in TUNED:
+            for arm in ARMS:
+                yield from (Experiment(cell, arm, rate, seed) for rate in RATES)
+
+
+def compared(results: Mapping[str, Any]) -> Iterator[Experiment]:
+    """Seed by seed, so that an interrupted page has all its rows first; empty until the rates are known."""
+    rates = chosen_rates(results)
+    for seed in range(SEEDS if rates else 0):
+        for cell in CELLS:
+            yield from (Experiment(cell, arm, rates[arm], seed) for arm in ARMS)
+
+
+def chosen_rates(results: Mapping[str, Any]) -> dict[str, float]:
+    if any(experiment.name not in results for experiment in tuning()):
+        return {}
+    areas = {
+        (arm, rate): fmean(area(results[e.name]) for e in tuning() if (e.arm, e.rate) == (arm, rate))
+        for arm in ARMS
+        for rate in RATES
+    }
+    return {arm: max(RATES, key=lambda rate, arm=arm: areas[arm, rate]) for arm in ARMS}  # type: ignore[misc]
+
+
+def complete(minutes: float) -> None:
+    """Run what is missing, one process for each core; every result is kept as soon as its run ends."""
+    until, results = time.monotonic() + 60 * minutes, read()
+    for phase in (tuning, lambda: compared(results)):
+        missing = [experiment for experiment in phase() if experiment.name not in results]
+        for number, (experiment, result) in enumerate(in_parallel(missing, until), 1):
+            results[experiment.name] = result
+            part = RESULTS.with_suffix(".part")
+            part.write_text(json.dumps(results, sort_keys=True, indent=0) + "\n")
+            os.replace(part, RESULTS)
+            print(f"{number}/{len(missing)} {experiment.name}: {area(result):.3f}", file=sys.stderr, flush=True)
+
+
+def in_parallel(experiments: Iterable[Experiment], until: float = float("inf")) -> Iterator[tuple[Experiment, Any]]:
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
+        running: dict[Future[Any], Experiment] = {}
+        waiting = iter(experiments)
+        while True:
+            while len(running) < cores and time.monotonic() < until and (e := next(waiting, None)) is not None:
+                running[pool.submit(e.run)] = e
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
+
+
+def read() -> dict[str, Any]:
+    return dict(json.loads(RESULTS.read_text())) if RESULTS.is_file() else {}
+
+
+# The numbers of a run.
+
+
+def area(result: Mapping[str, Any]) -> float:
+    """The mean reward of all training steps: what a run learned, and how soon."""
+    return fmean(result["rewards"])
+
+
+def rollouts_to_half(result: Mapping[str, Any]) -> float:
+    """The rollouts until the mean of two steps reaches a half; infinite if it never does."""
+    rewards = result["rewards"]
+    step = next((i for i in range(2, len(rewards) + 1) if fmean(rewards[i - 2 : i]) >= 0.5), np.inf)
+    return step * GROUPS * GROUP_SIZE
+
+
+def after(result: Mapping[str, Any]) -> float:
+    return float(result["after"])
+
+
+def fired(result: Mapping[str, Any], by_step: int) -> bool:
+    """True if the alarm `tools_farmed` is raised by this step."""
+    signal = ALARMS[AlarmName.TOOLS_FARMED].signal
+    assert signal is not None
+    numbers = [
+        {"reward/mean": reward, "tool_results/failed": 1 - ok}
+        for reward, ok in zip(result["rewards"], result["tools_ok"], strict=True)
+    ]
+    return any(signal.check(numbers[:step], signal.limit) for step in range(1, by_step + 1))
+
+
+# Comparisons: differences of two arms over the seeds that both have.
+
+
+def paired(
+    results: Mapping[str, Any], cell: str, arm: str, other: str = "identical", of: Callable[[Any], float] = area
+) -> np.ndarray:
+    """[seeds] how much higher the first arm is."""
+    rates = chosen_rates(results)
+    names = [[Experiment(cell, a, rates[a], seed).name for a in (arm, other)] for seed in range(SEEDS)]
+    return np.array([of(results[a]) - of(results[b]) for a, b in names if a in results and b in results])
+
+
+def resampled(differences: np.ndarray) -> np.ndarray:
+    """[10,000] means of bootstrap samples."""
+    chosen = np.random.default_rng(0).integers(len(differences), size=(10_000, len(differences)))
+    return np.asarray(differences[chosen].mean(1))
+
+
+def interval(differences: np.ndarray) -> str:
+    """The mean, and its 95% interval by a paired bootstrap."""
+    if not len(differences):
+        return ""
+    low, high = np.quantile(resampled(differences), [0.025, 0.975])
+    return f"{differences.mean():+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def above(differences: np.ndarray, bound: float = 0.0) -> float:
+    """The p of a mean above the bound by chance: the share of all sign changes with as high a mean."""
+    centred = differences - bound
+    signs = np.array([*itertools.product((1, -1), repeat=len(centred))])
+    return float(((signs * centred).mean(1) >= centred.mean() - 1e-12).mean())
+
+
+def outside(differences: np.ndarray, bound: float) -> float:
+    """The share of bootstrap means that are further from 0 than the bound."""
+    return float((np.abs(resampled(differences)) > bound).mean())
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    name: str
+    says: str
+    p: Callable[[Mapping[str, Any]], float]
+    """How probable such results are if it is false."""
+    seen: Callable[[Mapping[str, Any]], str]
+
+
+SHORT, LONG = "errand, 5 calls, 1%", "errand, 40 calls, 1%"
+RARE, OFTEN = "errand, 20 calls, 0.5%", "errand, 20 calls, 10%"
+FARM, MISLEADING, WALK, LUCK = [*CELLS][4:]
+
+
+def _growth(results: Mapping[str, Any]) -> np.ndarray:
+    long, short = paired(results, LONG, "air"), paired(results, SHORT, "air")
+    count = min(len(long), len(short))
+    return long[:count] - short[:count]
+
+
+def _ends(results: Mapping[str, Any], arm: str) -> np.ndarray:
+    rate = chosen_rates(results)[arm]
+    names = [Experiment(FARM, arm, rate, seed).name for seed in range(SEEDS)]
+    return np.array([after(results[name]) for name in names if name in results])
+
+
+def _alarms(results: Mapping[str, Any]) -> list[bool]:
+    rates = chosen_rates(results)
+    names = [Experiment(MISLEADING, arm, rates[arm], n).name for arm in ("air", "air, mixed") for n in range(SEEDS)]
+    return [fired(results[name], by_step=5) for name in names if name in results]
+
+
+OTHERS = [arm for arm in ARMS if arm not in ("identical", "immediate")]
+"""The rules that may be as good as `identical`; `immediate` is the negative control."""
+
+HYPOTHESES = (
+    Hypothesis(
+        "H1",
+        f"{RARE}: `air` has an area at least 0.15 above that of `identical`",
+        lambda r: above(paired(r, RARE, "air"), 0.15),
+        lambda r: interval(paired(r, RARE, "air")),
+    ),
+    Hypothesis(
+        "H2",
+        f"{OFTEN}: they differ by at most 0.06",
+        lambda r: outside(paired(r, OFTEN, "air"), 0.06),
+        lambda r: interval(paired(r, OFTEN, "air")),
+    ),
+    Hypothesis(
+        "H3",
+        "The gain of `air` is larger with 40 calls than with 5",
+        lambda r: above(_growth(r)),
+        lambda r: interval(_growth(r)),
+    ),
+    Hypothesis(
+        "H4",
+        f"{FARM}: mixed `air` ends below 0.05, and `air` not below `identical` by more than 0.03",
+        lambda r: max(above(0.05 - _ends(r, "air, mixed")), above(paired(r, FARM, "air", of=after), -0.03)),
+        lambda r: f"{_ends(r, 'air, mixed').mean():.3f}; {interval(paired(r, FARM, 'air', of=after))}",
+    ),
+    Hypothesis(
+        "H5",
+        f"{MISLEADING}: both forms of `air` are below `identical`, and the alarm is raised by step 5",
+        lambda r: max(above(-paired(r, MISLEADING, arm)) for arm in ("air", "air, mixed")),
+        lambda r: "; ".join(
+            [
+                *(interval(paired(r, MISLEADING, arm)) for arm in ("air", "air, mixed")),
+                f"alarm in {sum(_alarms(r))} of {len(_alarms(r))} runs",
+            ]
+        ),
+    ),
+    Hypothesis(
+        "H6",
+        f"{WALK}: `air` is at least 0.05 above `identical`, and `gigpo` within 0.03 of it",
+        lambda r: max(above(paired(r, WALK, "air"), 0.05), outside(paired(r, WALK, "gigpo"), 0.03)),
+        lambda r: "; ".join(interval(paired(r, WALK, arm)) for arm in ("air", "gigpo")),
+    ),
+    Hypothesis(
+        "H7",
+        f"{LUCK}: no rule differs from `identical` by more than 0.03, the oracle included",
+        lambda r: max(outside(paired(r, LUCK, arm), 0.03) for arm in OTHERS),
+        lambda r: "; ".join(f"{arm} {interval(paired(r, LUCK, arm))}" for arm in OTHERS),
+    ),
+)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Adjusted for as many tests (Holm, 1979).
+
+    >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
+    """
+    adjusted, largest = [1.0] * len(values), 0.0
+    for rank, i in enumerate(np.argsort(values).tolist()):
+        largest = max(largest, min(1.0, values[i] * (len(values) - rank)))
+        adjusted[i] = largest
+    return adjusted
+
+
+# The page.
+
+
+def tables(results: Mapping[str, Any]) -> Iterator[str]:
+    rates = chosen_rates(results)
+    if not rates or not len(paired(results, [*CELLS][-1], [*ARMS][-1])):
+        yield "*The runs have not been made yet.*"
+        return
+    seeds = len(paired(results, [*CELLS][-1], [*ARMS][-1]))
+    yield f"Seeds so far: {seeds} of {SEEDS}. Step sizes: {', '.join(f'{arm} {rates[arm]:g}' for arm in ARMS)}."
+    yield from ("", "| hypothesis | seen | p | Holm | holds |", "|---|---|---|---|---|")
+    values = [hypothesis.p(results) for hypothesis in HYPOTHESES]
+    for hypothesis, p, adjusted in zip(HYPOTHESES, values, holm(values), strict=True):
+        holds = "yes" if adjusted < 0.05 else "no"
+        yield (
+            f"| **{hypothesis.name}** {hypothesis.says} | {hypothesis.seen(results)} | {p:.3f} | {adjusted:.3f} | "
+            f"{holds} |"
+        )
+    for title, of in (("area under the training reward", area), ("reward after, held-out", after)):
+        yield from ("", f"| {title} | {' | '.join(ARMS)} |", "|---" * (len(ARMS) + 1) + "|")
+        for cell in CELLS:
+            yield f"| {cell} | {' | '.join(_mean(results, cell, arm, rates[arm], of) for arm in ARMS)} |"
+    yield from ("", f"| rollouts to half, median | {' | '.join(ARMS)} |", "|---" * (len(ARMS) + 1) + "|")
+    for cell in CELLS:
+        medians = [float(np.median(_values(results, cell, arm, rates[arm], rollouts_to_half))) for arm in ARMS]
+        yield f"| {cell} | {' | '.join('never' if np.isinf(m) else f'{m:.0f}' for m in medians)} |"
+
+
+def _values(results: Mapping[str, Any], cell: str, arm: str, rate: float, of: Callable[[Any], float]) -> list[float]:
+    names = [Experiment(cell, arm, rate, seed).name for seed in range(SEEDS)]
+    return [of(results[name]) for name in names if name in results]
+
+
+def _mean(results: Mapping[str, Any], cell: str, arm: str, rate: float, of: Callable[[Any], float]) -> str:
+    values = _values(results, cell, arm, rate, of)
+    return f"{fmean(values):.3f} ({min(values):.2f}–{max(values):.2f})"
+
+
+def quick() -> None:
+    """H1 and H4 with three arms and three seeds; exits with 1 if what they say is not so."""
+    experiments = [
+        Experiment(cell, arm, RATES[1], seed) for seed in range(3) for cell in (RARE, FARM) for arm in QUICK_ARMS
+    ]
+    results = dict(in_parallel(experiments))
+
+    def mean(cell: str, arm: str, of: Callable[[Any], float]) -> float:
+        value = fmean(of(result) for e, result in results.items() if (e.cell, e.arm) == (cell, arm))
+        print(f"{cell}, {arm}: {of.__name__} {value:.3f}")
+        return value
+
+    gain = mean(RARE, "air", area) - mean(RARE, "identical", area)
+    farmed = mean(FARM, "air, mixed", after)
+    kept = mean(FARM, "air", after) - mean(FARM, "identical", after)
+    sys.exit(0 if gain > 0 and kept > -0.03 and farmed < mean(FARM, "air", after) else 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no further run after so long")
+    parser.add_argument("--quick", action="store_true", help="H1 and H4 alone, three arms and three seeds")
+    parser.add_argument("--write", action="store_true", help="write the page from the results there are")
+    options = parser.parse_args()
+    if options.quick:
+        quick()
+    if not options.write:
+        complete(options.minutes)
+    text = "\n".join(tables(read()))
+    PAGE.write_text(replaced(PAGE.read_text(), "docs/make_credit.py", f"\n{text}\n"))
+
+
+if __name__ == "__main__":
+    main()
