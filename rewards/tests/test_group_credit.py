@@ -21,7 +21,7 @@ from agl_core.types import Episode, Reward, ToolResult, ToolStatus, Transition, 
 from agl_rewards.air import UNPARSED, tool_terms
 from agl_rewards.group_credit import gigpo, grouped
 
-from .conftest import Episodes
+from .conftest import rule as make_rule
 
 RETURNS = st.sampled_from([0.0, 1.0, 0.5, -1.0, 0.1])
 
@@ -101,8 +101,7 @@ AirRule = Callable[..., Any]
 
 @pytest.fixture(scope="module", name="air")
 def air_fixture() -> AirRule:
-    episodes = Episodes()
-    return lambda group, **settings: episodes.rule(kinds.CREDIT, "air", **settings)(group)
+    return lambda group, **settings: make_rule(kinds.CREDIT, "air", **settings)(group)
 
 
 class TestAir:
@@ -247,7 +246,7 @@ class TestGrouped:
 
 class TestToolResults:
     def test_each_call_is_compared_with_the_groups_calls_of_its_tool(self) -> None:
-        rule = Episodes().rule(kinds.REWARD, "tool_results", weights={"fetch": 0.5}, default_weight=0.1)
+        rule = make_rule(kinds.REWARD, "tool_results", weights={"fetch": 0.5}, default_weight=0.1)
         ok, error, fetch = ("look", ToolStatus.OK), ("look", ToolStatus.ERROR), ("fetch", ToolStatus.OK)
         episodes = group([([Step(tools=(ok,)), Step()], 1.0), ([Step(tools=(error, fetch))], 0.0)])
         first, second = rule.reward(episodes)
@@ -256,7 +255,7 @@ class TestToolResults:
 
     @given(members=MEMBERS)
     def test_over_a_group_its_rewards_sum_to_zero(self, members: list[tuple[list[Step], float]]) -> None:
-        rewards = Episodes().rule(kinds.REWARD, "tool_results").reward(group(members))
+        rewards = make_rule(kinds.REWARD, "tool_results").reward(group(members))
         assert sum(reward.value for of_episode in rewards for reward in of_episode) == near(0.0)
 
 

@@ -185,7 +185,7 @@ def test_every_rule_that_is_shipped_is_tried() -> None:
 @rules
 @given(terminals=st.lists(REWARDS, min_size=1, max_size=6))
 def test_one_call_episodes_are_single_turn_learning(credit: PolicyCredit, terminals: list[float]) -> None:
-    [*values] = credit.rule(group([([Step()], terminal) for terminal in terminals]))
+    [*values] = credit.rule(group([([Step(state=i)], terminal) for i, terminal in enumerate(terminals)]))
     if credit.kind is CreditKind.ADVANTAGE:
         spread = stdev(terminals) if len(terminals) > 1 else 0.0
         assert values == [near([(end - fmean(terminals)) / (spread + 1e-6)], 1e-3) for end in terminals]

@@ -349,7 +349,7 @@ def test_rules_declare_what_they_yield_and_need() -> None:
 
     both = [CreditKind.REWARD, CreditKind.RETURN]
     assert component_of(kinds.REWARD, agl_core.group_reward_rule(rule), "rule").needs == {Capability.GROUPS}
-    assert component_of(kinds.CREDIT, agl_core.credit_rule(kind=both)(rule), "rule").yields == {*both}
+    assert component_of(kinds.CREDIT, agl_core.credit_rule(kind=both)(rule), "rule").yields == both
 
 
 def test_an_algorithm_is_a_class_with_its_settings_as_keywords_or_as_a_model() -> None:

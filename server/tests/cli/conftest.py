@@ -78,7 +78,8 @@ def torn(episodes):
 
 @agl_core.hookimpl
 def register_components(register):
-    register(agl_core.kinds.ALGORITHM, "plain", lambda options: None)
+    takes = {agl_core.CreditKind.RETURN, agl_core.CreditKind.ADVANTAGE}
+    register(agl_core.kinds.ALGORITHM, "plain", lambda options: None, takes=takes)
     register(agl_core.kinds.ENGINE, "idle", lambda options, context: None, provides={agl_core.Capability.TOKEN_IDS})
 '''
 

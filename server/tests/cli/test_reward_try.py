@@ -62,9 +62,13 @@ def test_the_same_configuration_changes_nothing(run: Any) -> None:
             "1 → 1",
             [["shortest (by shortest)", "- → 0 *"], ["end", "terminal reward", "1"]],
         ),
-        # Returns 1.25, -0.25, 0.75: b = 1.75 / 3. The first call is common to all: its values are the returns. The
-        # second prompt is shared by m0 and m2, whose mean return from there is 1: m0 gets b + (1 - 1).
-        ("credit.name=stepwise", "1 → 1", [["0", LOOKED, "0.25", "1.25"], ["1", "solver", "0", "1.25 → 0.583333 *"]]),
+        # Returns 1.25, -0.25, 0.75: z = 2/3 / 0.763763. The first call is common to all: from there 1.2, -0.25 and 0.7
+        # are earned, with γ = 0.95. The second prompt is shared by m0 and m2, which earn 1 from there.
+        (
+            "credit.name=gigpo",
+            "1 → 1",
+            [["0", LOOKED, "0.25", "1.25 → 1.52287 *"], ["1", "solver", "0", "1.25 → 0.872871 *"]],
+        ),
         # What would be dropped says why, and counts as zero.
         (
             "train.endings.finished=drop",
@@ -78,6 +82,7 @@ def test_a_setting_changes_what_follows_from_it_alone(
 ) -> None:
     """The whole group is judged, though one member is asked for."""
     result = run.agl(*TRY, f"--set={setting}", "--rollout=s1-g0-m0")
+    assert result.exit_code == 0, (result.output, result.exception)
 
     rows = cells(result.output)
     for row in expected:
