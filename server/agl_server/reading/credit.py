@@ -124,7 +124,7 @@ def _repeated(groups: Sequence[Sequence[Episode]], place_of: Callable[[Transitio
     for group in groups:
         places = [[place_of(t) for t in episode.transitions] for episode in group]
         rollouts = Counter(place for of_episode in places for place in {*of_episode} if place is not None)
-        met += [rollouts[place] > 1 for of_episode in places for place in of_episode[1:]]
+        met += [place is not None and rollouts[place] > 1 for of_episode in places for place in of_episode[1:]]
     return _share(met) if met else 0.0
 
 

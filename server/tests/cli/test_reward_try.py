@@ -67,7 +67,7 @@ def test_the_same_configuration_changes_nothing(run: Any) -> None:
         (
             "credit.name=gigpo",
             "1 → 1",
-            [["0", LOOKED, "0.25", "1.25 → 1.52287 *"], ["1", "solver", "0", "1.25 → 0.872871 *"]],
+            [["0", LOOKED, "0.25", "1.25 → 1.52287 *"], ["1", "solver", "0", "1.25 → 0.87287 *"]],
         ),
         # What would be dropped says why, and counts as zero.
         (
