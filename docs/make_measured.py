@@ -5,7 +5,7 @@
     python docs/make_measured.py experiments --minutes 30  # start no further run after half an hour; go on later
     python docs/make_measured.py experiments --write       # no run, the page alone
 
-It can be interrupted at any time; see examples/measured.py. The beds are described in examples/beds/README.md.
+It can be interrupted at any time; see examples/measured.py. Credit between calls has a script of its own, make_credit.py.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from operator import itemgetter
 from pathlib import Path
 
-from credit_truth import RULES, learned
 from make_readme import replaced
 
 from agl_server.health.verdict import read_metrics, series
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from beds import Bed
 from measured import EXAMPLES, Cell, Experiment, Result, Results, average, spread, table
 
 COMPARED, MEASURED = (Results(Path(__file__).with_name(name)) for name in ("comparison.json", "experiments.json"))
@@ -52,11 +48,16 @@ LEARNING: dict[str, Cell] = {
 # Every algorithm with every credit rule.
 
 ALGORITHMS = ("grpo", "ppo", "reinforce++")
-CREDIT = ("identical", "discounted", "air", "stepwise", "immediate")
+CREDIT: Mapping[str, tuple[str, ...]] = {
+    "identical": ("credit.name=identical",),
+    "discounted": ("credit.name=discounted",),
+    "air, mixed": ("credit.name=air", "credit.air.form=mixed"),
+    "immediate": ("credit.name=immediate",),
+}
 PAIRS = {
-    f"{algorithm} × {credit}": (f"algorithm.name={algorithm}", f"credit.name={credit}")
+    f"{algorithm} × {label}": (f"algorithm.name={algorithm}", *credit)
     for algorithm in ALGORITHMS
-    for credit in CREDIT
+    for label, credit in CREDIT.items()
 } | {
     f"{algorithm}, across calls × immediate": (
         f"algorithm.name={algorithm}",
@@ -73,19 +74,8 @@ CAPPED = {
 }
 """How runs of an example are kept short."""
 
-AIR = "rewards.tool_results.weight=1"
-KL = "algorithm.grpo.beta=0.04"
-ABLATION: dict[str, tuple[str, ...]] = {
-    "grpo × identical": (),
-    "grpo × discounted": ("credit.name=discounted",),
-    "grpo × stepwise": ("credit.name=stepwise",),
-    "grpo × air": ("credit.name=air",),
-    "grpo × identical, tool results as rewards": (AIR,),
-    "grpo × discounted, tool results as rewards": ("credit.name=discounted", AIR),
-    "grpo × identical, KL with β = 0.04": (KL,),
-    "grpo × stepwise, KL with β = 0.04": ("credit.name=stepwise", KL),
-}
-"""Changes to the trip example, one thing or two at a time; those that are pairs too are run once."""
+ABLATION = {"grpo × identical, KL with β = 0.04": ("algorithm.grpo.beta=0.04",)}
+"""A change to the trip example."""
 
 
 def compared() -> Iterator[Experiment]:
@@ -97,7 +87,7 @@ def compared() -> Iterator[Experiment]:
 
 
 def comparison() -> Iterator[str]:
-    """Every pair on both examples; the single changes to trip are in the JSON alone."""
+    """Every pair on both examples; the change to trip is in the JSON alone."""
     yield f"| pair | {' | '.join(f'{example}: {column}' for example in CAPPED for column in LEARNING)} |"
     yield "|---" * (len(CAPPED) * len(LEARNING) + 1) + "|"
     for pair in PAIRS:
@@ -107,15 +97,6 @@ def comparison() -> Iterator[str]:
 
 # What each contribution is worth.
 
-OF_BED: dict[Bed, Sequence[str]] = {
-    Bed.ADDITIVE: ("identical", "immediate", "stepwise", "reward-to-go"),
-    Bed.DECISIVE: ("identical", "stepwise", "discounted, γ = 0.9", "immediate"),
-    Bed.RECOVERABLE: ("identical", "air, α = 0.2", "stepwise", "discounted, γ = 0.9", "immediate"),
-}
-"""The rules that differ on each bed: where only the end earns, reward-to-go is identical; without tools, air is.
-
-After `identical` comes what theory prefers, so that an interrupted run has compared the two.
-"""
 ALL_THREE = "all three"
 TRAINED = {
     "writer and rewriter": ("writer", "rewriter"),
@@ -184,11 +165,6 @@ def measured() -> Iterator[Experiment]:
             yield Experiment(EXAMPLES / "sql", label, (*SHORTER, f"train.agents={list(agents)}"), seed)
         everyone = f"train.agents={list(TRAINED[ALL_THREE])}"
         yield Experiment(EXAMPLES / "sql", ONE_SEQUENCE, (*SHORTER, everyone, *CONCATENATED), seed)
-        for row in zip_longest(*OF_BED.values()):
-            for bed, label in zip(OF_BED, row, strict=True):
-                if label is not None:
-                    bedded = (f"tasks.train.bed={bed}", f"tasks.eval.bed={bed}")
-                    yield Experiment(EXAMPLES / "beds", f"{bed}/{label}", (*bedded, *RULES[label][0]), seed, learned)
 
 
 def keep_teacher(run: Path) -> Result:
@@ -209,28 +185,10 @@ def gain(run: Result) -> float:
     return held_out("after", "sampled")(run) - held_out("before", "sampled")(run)
 
 
-def agreement(label: str) -> Cell:
-    """All runs of a bed begin with the same policy, so each is a measurement of every rule."""
-
-    def cell(of_bed: Sequence[Result]) -> str:
-        known = [run["correlations"] for run in of_bed if label in run["correlations"]]
-        return spread(itemgetter(label), 2)(known)
-
-    return cell
-
-
 def experiments() -> Iterator[str]:
     """All other tables."""
-    yield from ("| bed | credit | agrees with the truth | after, sampled | while training |", "|---|---|---|---|---|")
-    for bed, labels in OF_BED.items():
-        of_bed = runs_of(MEASURED, measured, f"beds/{bed}")
-        for label in labels:
-            runs = runs_of(MEASURED, measured, f"beds/{bed}/{label}")
-            cells = [agreement(label)(of_bed), *(cell(runs) for cell in LEARNING.values())]
-            last_only = label == "immediate" and bed is not Bed.ADDITIVE  # There no call earns anything by itself.
-            yield f"| {bed} | {'last call only' if last_only else label} | {' | '.join(cells)} |"
     rows = {label: runs_of(MEASURED, measured, f"sql/{label}") for label in (*TRAINED, ONE_SEQUENCE)}
-    yield from ("", *table("sql, trained", rows, LEARNING), "")
+    yield from (*table("sql, trained", rows, LEARNING), "")
     refilled = {
         f"{example}, {label}": runs_of(MEASURED, measured, f"{example}/refill/{label}")
         for example in REFILLED
