@@ -5,7 +5,7 @@
     python docs/make_measured.py experiments --minutes 30  # start no further run after half an hour; go on later
     python docs/make_measured.py experiments --write       # no run, the page alone
 
-It can be interrupted at any time; see examples/measured.py. Credit between calls has a script of its own, make_credit.py.
+It can be interrupted at any time; see examples/measured.py. make_credit.py measures credit between calls.
 """
 
 from __future__ import annotations
