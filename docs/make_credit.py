@@ -9,6 +9,7 @@ python docs/make_credit.py --write          # no run, the page alone
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -28,8 +30,10 @@ from make_readme import replaced
 from agl_core.types import AlarmName
 from agl_server.health.table import ALARMS
 
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "beds"))
 from beds import Bed
+from measured import without_words
 from simulate import GROUP_SIZE, GROUPS, ORACLE, Arm, run
 
 RESULTS, PAGE = (Path(__file__).with_name(name) for name in ("credit.json", "experiments.md"))
@@ -76,7 +80,8 @@ class Experiment:
         return f"{self.cell}/{self.arm}/{self.rate:g}/{self.seed}"
 
     def run(self) -> dict[str, Any]:
-        return run(CELLS[self.cell], ARMS[self.arm], self.seed, self.rate, STEPS)
+        result = run(CELLS[self.cell], ARMS[self.arm], self.seed, self.rate, STEPS)
+        return {**result, "digest": digest()}
 
 
 def tuning() -> Iterator[Experiment]:
@@ -133,7 +138,21 @@ def in_parallel(experiments: Iterable[Experiment], until: float = float("inf")) 
 
 
 def read() -> dict[str, Any]:
-    return dict(json.loads(RESULTS.read_text())) if RESULTS.is_file() else {}
+    """The results that today's games, policy and rules would give again."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    return {name: result for name, result in results.items() if result["digest"] == digest()}
+
+
+@cache
+def digest() -> str:
+    """Of what decides a result, but agl's engine and algorithms: games, policy, and the rules that compare calls."""
+    root = Path(__file__).parents[1]
+    code = [root / "examples" / "beds" / f"{name}.py" for name in ("beds", "bed_plugin", "simulate")]
+    code += [root / "rewards" / "agl_rewards" / f"{name}.py" for name in ("air", "group_credit")]
+    made = hashlib.sha256("".join(without_words(file.read_text()) for file in code).encode())
+    for file in sorted((root / "examples" / "beds" / "policy").iterdir()):
+        made.update(file.read_bytes())
+    return made.hexdigest()[:16]
 
 
 # The numbers of a run.
