@@ -13,7 +13,7 @@ LEAST_RISE = 0.2
 
 
 def main() -> None:
-    """Print both rewards; exit with 1 if one of them did not rise by LEAST_RISE, or a token is not as it was sampled."""
+    """Print both rewards; exit with 1 if one did not rise enough, or a trained token is not as it was sampled."""
     summary = json.loads(Path(sys.argv[1]).read_text())
     reward, rose = summary["reward"], True
     for mode in ("greedy", "sampled"):
