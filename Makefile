@@ -225,13 +225,13 @@ WITH_CUDA = \nYour index has no CPU build of torch, so its CUDA build is install
 
 # EXPLAIN_FAILURE then reads the log of this environment.
 $(ORACLES)/.installed: VENV := $(ORACLES)
-$(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml server/pyproject.toml algorithms/policy/pyproject.toml \
+$(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml server/pyproject.toml rewards/pyproject.toml algorithms/policy/pyproject.toml \
 		algorithms/chat/pyproject.toml algorithms/torch/pyproject.toml
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@printf 'Installing veRL and TRL into $(VENV), once (1.7 GB, some minutes) '
 	@export PIP_CONSTRAINT=tests/oracles/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
 	pip="$(VENV)/bin/python -m pip install --progress-bar off"; \
-	{ $$pip $(ORACLES_NEED) && $$pip --no-deps verl trl -e core -e server -e algorithms/policy -e algorithms/chat -e algorithms/torch; } >$(VENV)/install.log 2>&1 \
+	{ $$pip $(ORACLES_NEED) && $$pip --no-deps verl trl -e core -e server -e rewards -e algorithms/policy -e algorithms/chat -e algorithms/torch; } >$(VENV)/install.log 2>&1 \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"
 	@touch $@

@@ -20,6 +20,7 @@ from agl_core.learning.rewards import normalized
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import Reward
+from agl_rewards.evaluators import overlong
 
 from .oracle_batches import Batch, draw
 
@@ -124,6 +125,14 @@ def imitation(batch: Batch, name: str, options: Options) -> Outputs:
     return _loss(batch, algorithm, samples, algorithm.advantages(samples))
 
 
+def overlong_rewards(batch: Batch, limit: int, buffer: int) -> Outputs:
+    rewards: list[float] = []
+    for row in batch.transitions:
+        long = make.transition(response_ids=[0] * len(row.mask))
+        rewards.append(overlong(make.episode(long), limit=limit, buffer=buffer).get(long.key, 0.0))
+    return {"rewards": torch.tensor(rewards, dtype=torch.float64)}
+
+
 def _loss(batch: Batch, algorithm: Ppo, samples: Samples, advantages_R: Tensor) -> Outputs:
     current_R = batch.flat("current").requires_grad_()
     logprobs = Logprobs(current_R, batch.flat("old"), batch.flat("behaviour"), batch.flat("reference"))
@@ -201,7 +210,9 @@ def _verl() -> list[Case]:
     means: Any = {"aggregation": "seq-mean-token-mean"}
     their_gspo: Any = {"mode": "gspo", "low": 0.1, "high": 0.2, "per_response": True, **means}
     by_sequence: Any = {"importance_cap": 1.2, "importance_level": "sequence"}
-    off = ("advantages",)
+    floored: Any = {"importance_cap": 1.2, "importance_floor": 0.9}
+    cispo, their_cispo = token(surrogate="cispo", clip=0.1, clip_high=0.28), {"mode": "cispo", "low": 0.1, "high": 0.28}
+    off, near_limit = ("advantages",), {"limit": 6, "buffer": 4}
     return [
         case("verl-grpo", "single", grpo(), "grpo"),
         case("verl-grpo-without-std", "single", grpo(std_normalization=False), "grpo", by_std=False),
@@ -242,6 +253,19 @@ def _verl() -> list[Case]:
             "verl-loss-importance-sequence", "episodes", token(**by_sequence), "policy_loss",
             importance=("sequence", 1.2),
         ),
+        case("verl-icepop", "episodes", token(**floored), "policy_loss", importance=("token", "0.9_1.2")),
+        case(
+            "verl-icepop-sequence", "episodes", token(**floored, importance_level="sequence"), "policy_loss",
+            importance=("sequence", "0.9_1.2"),
+        ),
+        case("verl-cispo", "episodes", cispo, "policy_loss", **their_cispo),
+        case("verl-cispo-far", "far", cispo, "policy_loss", **their_cispo),
+        case("verl-cispo-impossible-token", "impossible", cispo, "policy_loss", **their_cispo),
+        case(
+            "verl-cispo-icepop", "hollow-episodes", loss(surrogate="cispo", **SEQUENCE, **floored), "policy_loss",
+            mode="cispo", importance=("token", "0.9_1.2"), **means,
+        ),
+        case("verl-overlong", "episodes", partial(overlong_rewards, **near_limit), "overlong", **near_limit),
         case("verl-gspo", "hollow-episodes", gspo(), "policy_loss", **their_gspo),
         case(
             "verl-gspo-importance-sequence", "episodes", gspo(**by_sequence), "policy_loss",
@@ -270,6 +294,12 @@ def _trl() -> list[Case]:
     their_kl: Any = {"beta": 0.1, "use_bias_correction_kl": False}
     importance, by_sequence = ("token_truncate", 1.1), ("sequence_truncate", 1.2)
     without_std = _of(advantages_and_loss, "grpo", beta=0.0, std_normalization=False, **TOKEN)
+    floored = {"importance_cap": 1.2, "importance_floor": 0.9, **TOKEN}
+    # It has no lower bound of the ratio, and its upper one is not beside 1.
+    cispo = _of(
+        advantages_and_loss, "grpo", beta=0.0, epsilon=1e-4, surrogate="cispo", clip=0.999, clip_high=0.1, **TOKEN
+    )
+    their_cispo: Any = {"loss_type": "cispo", "epsilon_high": 1.1}
     capped = whole(importance_cap=1.2, importance_level="sequence", **TOKEN)
     return [
         case("trl-grpo", whole(), loss_type="grpo"),
@@ -285,6 +315,16 @@ def _trl() -> list[Case]:
             **their_kl,
         ),
         case("trl-importance-sequence", capped, importance=by_sequence, loss_type="dapo"),
+        case(
+            "trl-icepop", whole(**floored), importance=("token_mask", 1.2), loss_type="dapo",
+            vllm_importance_sampling_clip_min=0.9,
+        ),
+        case(
+            "trl-icepop-sequence", whole(**floored, importance_level="sequence"), importance=("sequence_mask", 1.2),
+            loss_type="dapo", vllm_importance_sampling_clip_min=0.9,
+        ),
+        case("trl-cispo", cispo(), **their_cispo),
+        case("trl-cispo-sequence", cispo(ratio="sequence"), importance_sampling_level="sequence", **their_cispo),
         case("trl-masked-response", whole(**SEQUENCE), "hollow", LOSS, loss_type="grpo"),
         case("trl-impossible-token", whole(**TOKEN), "impossible", LOSS, loss_type="dapo"),
         Case("trl-sft", "episodes", _of(imitation, "sft", **TOKEN)(), "oracle_trl.sft"),

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Literal
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
+from verl import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.workers.config import ActorConfig
+from verl.workers.reward_manager.dapo import DAPORewardManager
 
 from .oracle_batches import Batch
 
@@ -149,8 +152,8 @@ class PolicyLoss:
     dual: float = NONE
     """`clip_ratio_c`."""
     beta: float = 0.0
-    importance: tuple[str, float] | None = None
-    """The level of the weights and where they are truncated."""
+    importance: tuple[str, float | str] | None = None
+    """The level of the weights and where they are truncated; "lower_upper": outside of which they are 0."""
     per_response: bool = False
     """The advantage of a response's first token throughout."""
 
@@ -206,6 +209,22 @@ def policy_loss_by_rollout(batch: Batch) -> Outputs:
         of_groups.setdefault(group, []).append(loss(part, own_NL))
     means = [torch.stack(losses).mean() for losses in of_groups.values()]
     return _with_gradient(batch, torch.stack(means).mean(), current_NL)
+
+
+def overlong(batch: Batch, limit: int, buffer: int) -> Outputs:
+    """The reward manager's, of responses that earn nothing else."""
+    rows = batch.transitions
+    attention_NL = torch.nn.utils.rnn.pad_sequence([torch.ones(1 + len(row.mask)) for row in rows], batch_first=True)
+    responses_NL = torch.zeros_like(attention_NL[:, 1:]).long()
+    of_rows = {"data_source": ["drawn"] * len(rows), "reward_model": [{"ground_truth": ""}] * len(rows)}
+    data = DataProto.from_dict(
+        {"prompts": responses_NL[:, :1], "responses": responses_NL, "attention_mask": attention_NL.long()},
+        {name: np.array(values, dtype=object) for name, values in of_rows.items()},
+    )
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "", eos_token="<eos>")
+    buffered = SimpleNamespace(enable=True, len=buffer, penalty_factor=1.0, log=False)
+    manager = DAPORewardManager(tokenizer, 0, lambda **_: 0.0, max_resp_len=limit, overlong_buffer_cfg=buffered)
+    return {"rewards": manager(data).double().sum(1)}
 
 
 def _with_gradient(batch: Batch, loss: Tensor, leaf_NL: Tensor) -> Outputs:
