@@ -179,7 +179,7 @@ def fired(result: Mapping[str, Any], by_step: int) -> bool:
     signal = ALARMS[AlarmName.TOOLS_FARMED].signal
     assert signal is not None
     numbers = [
-        {"reward/mean": reward, "tool_results/failed": 1 - ok}
+        {"reward/mean": reward, "tool_results/ok": ok}
         for reward, ok in zip(result["rewards"], result["tools_ok"], strict=True)
     ]
     return any(signal.check(numbers[:step], signal.limit) for step in range(1, by_step + 1))

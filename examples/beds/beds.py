@@ -39,8 +39,8 @@ LEVELS: Mapping[str, float] = {
     "lion": 0.5,
 }
 """How good each level's habits are before training, from −1 (never right) to 1."""
-SKIP, BELL = "d", "e"
-"""In `errand`: goes on without the thing; does nothing."""
+TOOLS, SKIP, BELL = ("a", "b", "c"), "d", "e"
+"""In `errand`: one of them fetches a thing; goes on without it; does nothing."""
 ROOMS = ("attic", "bath", "cellar", "den", "hall", "kitchen", "loft")
 """In a row."""
 KEY, DOOR = 0, len(ROOMS) - 1
@@ -142,7 +142,7 @@ def _errand(state: State, letter: str) -> list[Outcome]:
         return [*missed, *_done(state, Outcome(1 - game.flaky, tool=letter))]
     if letter == BELL and game.farm:
         return _next(state, Outcome(1.0, tool=letter), failed=state.failed)
-    if letter in LETTERS and letter != BELL:
+    if letter in TOOLS:
         denied = _next(state, Outcome(1 - game.wrong_ok, tool=letter, works=False), failed=True)
         return [*denied, *_next(state, Outcome(game.wrong_ok, tool=letter), failed=False)]
     return _next(state, Outcome(1.0), failed=state.failed)

@@ -67,8 +67,8 @@ def doctor(
     """Check this environment and, if you name one, a configuration with its engine, a model server, or a run.
 
     With a configuration the agent is run once, on the first task: its calls, agents, tools and reward are shown, and
-    nothing of it is kept. For a run it shows which alarms were raised and, while it runs, what waits for what
-    (docs/health.md).
+    nothing of it is kept. For a run it shows which alarms were raised, which credit rule its rollouts speak for and,
+    while it runs, what waits for what (docs/health.md).
 
     Each problem comes with what to do. The exit status is 1 if something that is needed is broken.
     """

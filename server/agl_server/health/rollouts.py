@@ -26,6 +26,7 @@ from agl_core.types import (
     FinishReason,
     PrefixBreak,
     Symptom,
+    ToolStatus,
     TrainingRecord,
     Transition,
     Verdict,
@@ -254,6 +255,7 @@ def health_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "answers/question": mean(text.endswith(("?", "？")) for text in answers),
         "answers/refused": mean(map(is_refusal, answers)),
         "tool_results/failed": mean(has_failed(result) for t in transitions for result in t.tool_results),
+        "tool_results/ok": mean(result.status is ToolStatus.OK for t in transitions for result in t.tool_results),
     }
 
 

@@ -126,18 +126,17 @@ def _gradient_spike(steps: Sequence[Numbers], limit: float) -> str | None:
 
 
 def _tools_farmed(steps: Sequence[Numbers], limit: float) -> str | None:
-    worked = [1 - step["tool_results/failed"] if "tool_results/failed" in step else None for step in steps]
-    rewards = [step.get("reward/mean") for step in steps]
+    worked, rewards = ([step.get(key) for step in steps] for key in ("tool_results/ok", "reward/mean"))
     start, now = _last(worked[:2], 2), _last(worked[2:], 3)
     before, after = _last(rewards[:2], 2), _last(rewards[2:], 3)
     if start is None or now is None or before is None or after is None:
         return None
-    rise, noise = fmean(now) - fmean(start), 0.01 * max(map(abs, (*before, *after)))
+    rise, noise = min(now) - fmean(start), 0.01 * max(map(abs, (*before, *after)))
     if rise < limit or fmean(after) > fmean(before) + noise:
         return None
     return (
-        f"{fmean(now):.0%} of the tool calls work, {rise:.2f} more than in the first 2 steps, and the reward went from "
-        f"{fmean(before):.3g} to {fmean(after):.3g}"
+        f"{fmean(now):.0%} of the tool calls work in the last 3 steps, {fmean(start):.0%} in the first 2, and the "
+        f"reward went from {fmean(before):.3g} to {fmean(after):.3g}"
     )
 
 
@@ -318,8 +317,8 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
         Signal(
             0.1,
             _tools_farmed,
-            "The share of tool calls that work is, in the mean of 3 steps, at least {} above that of the first 2, and "
-            "the mean reward is not above theirs.",
+            "The share of tool calls that work is in each of 3 steps at least {} above that of the first 2, and the "
+            "mean reward is not above theirs.",
         ),
     ),
     AlarmName.EMPTY_ANSWERS: AlarmFacts(

@@ -6,134 +6,122 @@ import asyncio
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
+from agl_core.learning.transitions import episode_of
+from agl_core.types import RecordedRollout, ToolStatus, are_equal
+from agl_server.reading.rollouts import RecordedRun, groups_of
 
-from agl_core.learning.tool_results import has_failed
-from agl_core.types import Episode, Mode, RolloutState, Transition, are_equal
-from agl_server.reading.explained import reports_of
-from agl_server.reading.rollouts import groups_of
-from agl_server.reading.runs import open_store
-
-LATEST = 400
-"""The rollouts of training that are looked at, at most: the newest."""
+LATEST, READ_TOGETHER = 400, 50
+"""The training rollouts that are looked at, at most (the newest), and those that are in memory at the same time."""
 MIN_SUCCESSES, MIN_DIFFERENCE = 10, 0.25
 """Tool results are a guide if, over so many successful rollouts, a tool works so much more often than in others."""
-OFTEN, REPEATED = 0.3, 0.5
-"""From this share of success on rollouts tell enough; from this share of calls on, states repeat."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFacts:
-    """How often a tool's calls work; NaN without a call."""
-
-    when_won: float
-    """In successful rollouts: P(ok | success)."""
-    otherwise: float
+REPEATED = 0.5
+"""From this share of the calls on, states repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditFacts:
-    """A look at training rollouts. Success is a return in the upper half of their range."""
+    """A look at training rollouts. Success is a terminal reward in the upper half of their range."""
 
     rollouts: int
-    success: float
+    successes: int
     contrast: float
-    """The share of groups whose returns differ."""
-    repeated_prompts: float
-    """The share of calls, first ones aside, whose token ids another rollout of the group met too."""
-    repeated_states: float
-    """The same of what the agent said of its state (`agl_core.state`)."""
-    tools: Mapping[str, ToolFacts]
+    """The share of groups whose terminal rewards differ."""
+    prompts: float
+    """The share of calls, first ones aside, whose prompt's token ids another rollout of the group met too."""
+    states: float
+    """The same of the state that the agent names (`agl_core.state`)."""
+    tools: Mapping[str, tuple[float, float]]
+    """The share of a tool's calls that work, in successful rollouts and in others; NaN without a call."""
 
     @property
     def advice(self) -> str:
         """Which credit rule follows from this."""
-        enough = self.success * self.rollouts >= MIN_SUCCESSES
-        guides = [tool for tool, facts in self.tools.items() if facts.when_won - facts.otherwise >= MIN_DIFFERENCE]
-        if guides and enough:
-            return (
-                f"credit 'air': {' and '.join(guides)} {'works' if len(guides) == 1 else 'work'} where rollouts succeed"
-            )
-        if self.repeated_states >= REPEATED:
+        guides = [tool for tool, (won, others) in self.tools.items() if won - others >= MIN_DIFFERENCE]
+        if guides and self.successes >= MIN_SUCCESSES:
+            return f"credit 'air': where rollouts succeed, more calls work of {', '.join(guides)}"
+        if self.contrast and self.states >= REPEATED:
             return "credit 'gigpo' with the state as its anchor: rollouts meet the same states"
-        if self.repeated_prompts >= REPEATED:
+        if self.contrast and self.prompts >= REPEATED:
             return "credit 'gigpo': rollouts meet the same prompts"
-        if self.success >= OFTEN:
-            return "credit 'identical': rollouts succeed often enough to tell good calls from bad ones"
-        return "credit 'identical': no tool works more often where rollouts succeed, and no states repeat"
+        if self.tools and self.successes < MIN_SUCCESSES:
+            return f"credit 'identical', until {MIN_SUCCESSES} successes tell whether tools that work go with them"
+        return "credit 'identical': nothing that was recorded speaks for another rule"
 
     def lines(self) -> Iterator[str]:
-        yield f"{self.success:.0%} of {self.rollouts} rollouts succeed, and {self.contrast:.0%} of their groups differ"
-        yield (
-            f"{self.repeated_prompts:.0%} of the calls after the first meet a prompt again, and "
-            f"{self.repeated_states:.0%} a state that the agent names"
+        yield f"{self.successes} of {self.rollouts} rollouts succeed, and {self.contrast:.0%} of their groups differ"
+        yield f"{self.prompts:.0%} of the calls after the first meet a prompt again, {self.states:.0%} a named state"
+        for tool, shares in self.tools.items():
+            won, others = ("none" if math.isnan(share) else f"{share:.0%}" for share in shares)
+            yield f"calls of {tool} that work: {won} in successful rollouts, {others} in others"
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """What counts here of a rollout: conversations and token ids of hundreds would need gigabytes."""
+
+    reward: float
+    works: Sequence[tuple[str, bool]]
+    """Of each tool result: the tool, and whether it worked, as credit `air` counts."""
+    prompts: Sequence[int | None]
+    states: Sequence[str | None]
+    """By call; None if it is not known."""
+
+    @classmethod
+    def of(cls, recorded: RecordedRollout, reward: float) -> _Played:
+        transitions = episode_of(recorded).transitions
+        return cls(
+            reward,
+            [(result.tool, result.status is ToolStatus.OK) for t in transitions for result in t.tool_results],
+            [None if t.prompt_ids is None else hash(t.prompt_ids.tobytes()) for t in transitions],
+            [json.dumps([t.agent, t.state], sort_keys=True) if t.state else None for t in transitions],
         )
-        for tool, facts in self.tools.items():
-            won, others = ("none" if math.isnan(p) else f"{p:.0%}" for p in (facts.when_won, facts.otherwise))
-            yield f"of the calls of {tool} in successful rollouts {won} work, in others {others}"
 
 
 def read_credit(folder: Path) -> CreditFacts | None:
-    """The facts of a run's newest training rollouts; None if fewer than two were scored."""
-
-    async def read() -> list[list[Episode]]:
-        async with open_store(folder) as store:
-            done = await store.rollouts(state=RolloutState.DONE, mode=Mode.TRAIN)
-            reports = {r.entry.rollout.id: r for r in await reports_of(store, done[-LATEST:])}
-        groups = [[reports[rollout.id] for rollout in group] for group in groups_of(done[-LATEST:])]
-        return [
-            [
-                replace(r.counted.episode, terminal=r.entry.reward)
-                for r in group
-                if r.counted and r.entry.reward is not None
-            ]
-            for group in groups
-        ]
-
-    groups = [group for group in asyncio.run(read()) if len(group) > 1]
-    return facts_of(groups) if groups else None
+    """The facts of a run's newest training rollouts; None if no two rewards were compared."""
+    run = RecordedRun(folder)
+    newest = [rollout for rollout in run.rollouts if rollout.mode.trains][-LATEST:]
+    played = {
+        r.rollout.id: _Played.of(r, r.terminal)
+        for start in range(0, len(newest), READ_TOGETHER)
+        for r in asyncio.run(run.read(newest[start : start + READ_TOGETHER]))
+        if r.terminal is not None
+    }
+    groups = [[played[r.id] for r in group if r.id in played] for group in groups_of(newest)]
+    groups = [group for group in groups if len(group) > 1]
+    return _facts(groups) if groups else None
 
 
-def facts_of(groups: Sequence[Sequence[Episode]]) -> CreditFacts:
-    """The facts of groups of two or more scored episodes."""
-    terminals = [episode.terminal or 0.0 for group in groups for episode in group]
-    middle = (min(terminals) + max(terminals)) / 2
-    won = [value > middle for value in terminals]
-    worked: dict[str, dict[bool, list[bool]]] = defaultdict(lambda: {True: [], False: []})
-    for has_won, episode in zip(won, (e for group in groups for e in group), strict=True):
-        for result in (result for t in episode.transitions for result in t.tool_results):
-            worked[result.tool][has_won].append(not has_failed(result))
+def _facts(groups: Sequence[Sequence[_Played]]) -> CreditFacts:
+    rollouts = [rollout for group in groups for rollout in group]
+    rewards = [rollout.reward for rollout in rollouts]
+    middle = 0.0 if are_equal(rewards) else (min(rewards) + max(rewards)) / 2
+    works: dict[str, tuple[list[bool], list[bool]]] = defaultdict(lambda: ([], []))
+    for rollout in rollouts:
+        for tool, has_worked in rollout.works:
+            works[tool][rollout.reward > middle].append(has_worked)
     return CreditFacts(
-        rollouts=len(terminals),
-        success=fmean(won),
-        contrast=fmean(not are_equal(e.terminal or 0.0 for e in group) for group in groups),
-        repeated_prompts=_repeated(groups, _prompt),
-        repeated_states=_repeated(groups, _state),
-        tools={tool: ToolFacts(_share(by[True]), _share(by[False])) for tool, by in sorted(worked.items())},
+        rollouts=len(rollouts),
+        successes=sum(reward > middle for reward in rewards),
+        contrast=fmean(not are_equal(rollout.reward for rollout in group) for group in groups),
+        prompts=_repeated([[rollout.prompts for rollout in group] for group in groups]),
+        states=_repeated([[rollout.states for rollout in group] for group in groups]),
+        tools={tool: (_share(won), _share(others)) for tool, (others, won) in sorted(works.items())},
     )
 
 
-def _repeated(groups: Sequence[Sequence[Episode]], place_of: Callable[[Transition], str | bytes | None]) -> float:
-    """The share of calls after the first whose place another rollout of the group met too."""
+def _repeated(groups: Iterable[Sequence[Sequence[Hashable]]]) -> float:
+    """The share of calls after the first whose state another rollout of the group met too."""
     met = list[bool]()
     for group in groups:
-        places = [[place_of(t) for t in episode.transitions] for episode in group]
-        rollouts = Counter(place for of_episode in places for place in {*of_episode} if place is not None)
-        met += [place is not None and rollouts[place] > 1 for of_episode in places for place in of_episode[1:]]
-    return _share(met) if met else 0.0
-
-
-def _prompt(transition: Transition) -> bytes | None:
-    return None if transition.prompt_ids is None else np.asarray(transition.prompt_ids, np.int32).tobytes()
-
-
-def _state(transition: Transition) -> str | None:
-    return json.dumps([transition.agent, transition.state], sort_keys=True) if transition.state else None
+        rollouts = Counter(state for states in group for state in {*states} - {None})
+        met += [rollouts[state] > 1 for states in group for state in states[1:]]
+    return fmean(met) if met else 0.0
 
 
 def _share(flags: Sequence[bool]) -> float:

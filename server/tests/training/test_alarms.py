@@ -30,6 +30,7 @@ from agl_core.types import (
     TrainingRecord,
 )
 from agl_server.health.alarms import KEPT_FIRST, Watch, alarms_of, alarms_on, who_waits
+from agl_server.health.rollouts import health_metrics
 from agl_server.health.table import ALARMS, Numbers
 from agl_server.health.verdict import check_patience, read_metrics
 from agl_server.testing import running_stack, until
@@ -49,6 +50,7 @@ SOUND: Numbers = {
     "responses/gibberish": 0.0,
     "answers/empty": 0.0,
     "tool_results/failed": 0.3,
+    "tool_results/ok": 0.7,
     "groups/no_contrast": 0.3,
     "transitions/kept": 200.0,
     "transitions/dropped": 0.0,
@@ -69,7 +71,7 @@ BAD: Mapping[AlarmName, Numbers] = {
     AlarmName.REPETITION: {"responses/repetitive": 0.5},
     AlarmName.GIBBERISH: {"responses/gibberish": 0.5},
     AlarmName.TOOL_ERRORS: {"tool_results/failed": 0.9},
-    AlarmName.TOOLS_FARMED: {"tool_results/failed": 0.05},
+    AlarmName.TOOLS_FARMED: {"tool_results/ok": 0.95},
     AlarmName.EMPTY_ANSWERS: {"answers/empty": 0.6},
     AlarmName.BROKEN_PREFIXES: {"calls/prefix_broken": 60.0},
     AlarmName.STALE: {"dropped/stale": 100.0, "transitions/kept": 100.0, "transitions/dropped": 100.0},
@@ -120,6 +122,34 @@ def test_sound_numbers_none_and_one_bad_step_raise_nothing() -> None:
     assert watched(Watch(), *[{}] * 20) == []
     learning = [{**SOUND, "reward/mean": step / 20, "update/entropy": 0.5 / (step + 1)} for step in range(20)]
     assert watched(Watch(), *learning) == [], "certain because it learned"
+
+
+FARMED: dict[str, tuple[Sequence[tuple[float, float | None]], int | None]] = {
+    "the reward stays at 0": ([(0, 0.4), (0, 0.4), (0, 0.6), (0, 0.7), (0, 0.8)], 5),
+    "it falls later": ([(0.1, 0.4)] * 5 + [(0.05, 0.6)] * 3, 8),
+    "below the threshold": ([(0, 0.4)] * 2 + [(0, 0.49)] * 10, None),
+    "the reward rises": ([(0, 0.4)] * 2 + [(0.02 * n, 0.4 + 0.05 * n) for n in range(1, 12)], None),
+    "the reward is the best": ([(1, 0.8)] * 2 + [(1, 0.85), (1, 0.95)] * 5, None),
+    "one bad step": ([(0, 0.4)] * 5 + [(0, 1.0)] + [(0, 0.4)] * 5, None),
+    "no tools": ([(0, None)] * 10, None),
+    "no tools at first": ([(0, None)] * 2 + [(0, 0.4)] + [(0, 0.9)] * 10, None),
+}
+
+
+@pytest.mark.parametrize("name", FARMED)
+def test_tools_are_farmed_if_more_of_them_work_and_the_reward_does_not_rise(name: str) -> None:
+    steps, fires = FARMED[name]
+    watch = Watch()
+    alarms = [watch.look({"reward/mean": r} | ({} if ok is None else {"tool_results/ok": ok})) for r, ok in steps]
+    raised = [n for n, of_step in enumerate(alarms, 1) for alarm in of_step if alarm.name is AlarmName.TOOLS_FARMED]
+    assert raised == ([] if fires is None else [fires])
+
+
+def test_an_empty_result_is_no_success_of_a_tool() -> None:
+    """The metric behind the alarm counts as credit `air` does: what is neither ok nor failed is empty."""
+    results = [make.tool_result(str(n), status=status) for n, status in enumerate(ToolStatus)]
+    numbers = health_metrics([make.episode(make.transition(0, *results))])
+    assert (numbers["tool_results/ok"], numbers["tool_results/failed"]) == (0.25, 0.5)
 
 
 def test_rewards_below_zero_collapse_too() -> None:
