@@ -117,6 +117,23 @@ async def test_every_setting_has_an_effect() -> None:
     assert await rule("regex_format", pattern="^Six")(other) == 0.0
 
 
+@given(
+    lengths=st.lists(st.integers(0, 60) | st.none(), max_size=6), limit=st.integers(1, 50), share=st.floats(0.02, 1.0)
+)
+def test_a_response_near_the_limit_loses_as_in_dapo(lengths: list[int | None], limit: int, share: float) -> None:
+    """Equation 13 of arXiv 2503.14476, case by case; None: a call without token ids."""
+    buffer = max(1, int(share * limit))
+    calls = [make.transition(i, response_ids=None if n is None else range(n)) for i, n in enumerate(lengths)]
+    rewards = make.rule(kinds.REWARD, "overlong", limit=limit, buffer=buffer)(make.episode(*calls))
+    for call, length in zip(calls, lengths, strict=True):
+        if length is None or length <= limit - buffer:
+            assert call.key not in rewards
+        elif length <= limit:
+            assert rewards[call.key] == pytest.approx(((limit - buffer) - length) / buffer)
+        else:
+            assert rewards[call.key] == -1
+
+
 ANSWERS = st.lists(st.sampled_from(["cat", "sat", "mat", "dog"]), max_size=6).map(" ".join)
 
 

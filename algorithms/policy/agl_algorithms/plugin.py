@@ -89,6 +89,12 @@ class PolicyGradientOptions(AlgorithmOptions):
         reference = {Capability.REFERENCE} if self.beta > 0 else set()
         return super().needs() | reference | ({Capability.TARGET_KL} if self.target_kl is not None else set())
 
+    @model_validator(mode="after")
+    def _leaves_tokens(self) -> Self:
+        if self.importance_cap and self.importance_floor and self.importance_floor > self.importance_cap:
+            raise ValueError("'importance_floor' is above 'importance_cap', which leaves no token.")
+        return self
+
     @property
     def clip_range(self) -> tuple[float, float]:
         """How far the ratio may fall below 1, and rise above it."""

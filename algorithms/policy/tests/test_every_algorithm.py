@@ -39,6 +39,7 @@ EVERY_KIND: list[Algorithm] = [
     made("grpo", beta=0, std_normalization=False, aggregation="token-mean"),
     made("grpo", clip_high=0.28, aggregation="sequence-mean", entropy=0.1),
     made("grpo", ratio="sequence", clip=0.1, clip_high=0.2, importance_cap=1.1),
+    made("grpo", surrogate="cispo", importance_cap=1.2, importance_floor=0.9),
     made("reinforce++"),
     made("reinforce++", across_calls=True, gamma=0.7, whitening="transitions", beta=0.1, clip_high=0.3),
     made("ppo", importance_cap=2, importance_level="sequence"),
@@ -56,7 +57,10 @@ OF_ALL: list[Change] = [
     ({}, {"aggregation": "token-mean"}),
     ({}, {"aggregation": "sequence-mean"}),
     ({}, {"entropy": 0.1}),
+    ({}, {"surrogate": "cispo"}),
+    ({"surrogate": "cispo"}, {"clip": 0.1}),
     ({}, {"importance_cap": 1.05}),
+    ({"importance_cap": 1.05}, {"importance_floor": 0.95}),
     ({"importance_cap": 1.05}, {"importance_level": "sequence"}),
 ]
 ACROSS_CALLS: list[Change] = [
@@ -125,6 +129,9 @@ def test_every_loss_option_changes_the_gradient(
     [
         ("grpo", {"normalize": "each", "std_normalization": False}),
         ("grpo", {"importance_level": "sequence"}),
+        ("grpo", {"importance_floor": 0.5}),
+        ("grpo", {"importance_cap": 0.5, "importance_floor": 0.8}),
+        ("grpo", {"surrogate": "ppo"}),
         ("grpo", {"clip": 0}),
         ("grpo", {"klip": 1}),
         ("grpo", {"target_kl": 0.02}),

@@ -17,11 +17,14 @@ from torch import Tensor
 from agl_algorithms.grpo import Grpo, GrpoOptions
 from agl_algorithms.policy_gradient import Samples
 from agl_algorithms.prepared import PreparedBatch, lineages, minibatches, prepare, samples_of
+from agl_algorithms.reinforce import Reinforce, ReinforceOptions
+from agl_core import kinds
 from agl_core.builtin import discounted, identical
 from agl_core.learning.batch import BatchPlan, PolicyCredit, filter_trainable, make_batches
+from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.testing.engines import Row, batch_of
-from agl_core.types import Batch, CreditKind, DropReason, FinishReason, Reward
+from agl_core.types import Batch, CreditKind, DropReason, FinishReason, Reward, ToolResult, ToolStatus
 
 GRPO = Grpo(GrpoOptions(beta=0.0))
 
@@ -103,6 +106,64 @@ def test_a_rollout_that_cannot_be_trained_on_is_compared_all_the_same(
             member = int(key.rollout[1:])
             assert (reason is None) == (members[member][1] == "trained")
             assert advantage == pytest.approx(advantages[member] if reason is None else 0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, Reinforce(ReinforceOptions())])
+@given(values=st.lists(st.sampled_from([0.0, 0.5, 0.5, -2.0, 8.0]), min_size=1, max_size=6))
+def test_advantages_of_credit_are_used_as_they_are(algorithm: Any, values: list[float]) -> None:
+    """Without a mean or a deviation, of several rollouts that differ, that do not, and of one alone."""
+    batch = replace(rows_of(values, rollouts=[*range(len(values))]), kind=CreditKind.ADVANTAGE)
+    prepared = prepared_of(batch, algorithm)
+    assert prepared.result(1, {}).advantage_N.tolist() == values
+    assert prepared.advantages_R.tolist() == [value for value in values for _ in range(2)]
+    assert prepared.dropped == tuple(None if value else DropReason.NO_ADVANTAGE for value in values)
+
+
+_AIR = Plugins.load().component(kinds.CREDIT, "air", "[test]")
+AIR = PolicyCredit("air", _AIR.build(_AIR.options(beta=0.0)), CreditKind.ADVANTAGE)
+CALLS = st.lists(st.tuples(st.sampled_from(list(UNTRAINABLE)), st.sampled_from(ToolStatus)), min_size=1, max_size=3)
+GROUPS = st.lists(
+    st.lists(st.tuples(st.sampled_from([0.0, 1.0, 1.0, 0.1, -0.5]), CALLS), min_size=1, max_size=5),
+    min_size=1,
+    max_size=3,
+)
+
+
+@given(groups=GROUPS)
+def test_air_without_its_tools_is_identical(groups: list[list[tuple[float, list[tuple[str, ToolStatus]]]]]) -> None:
+    """Beside the algorithm's own comparison, whoever cannot be trained on, to the update's last bits."""
+    tokens, logprobs = np.zeros(2, np.int32), np.zeros(2, np.float32)
+    sampled: dict[str, Any] = {"prompt_ids": tokens, "response_ids": tokens, "logprobs": logprobs}
+    episodes = [
+        [
+            make.episode(
+                *(
+                    make.transition(
+                        turn,
+                        ToolResult(f"{turn}", id, 0, "look", status),
+                        rollout=id,
+                        rewards=(Reward(id, 0, "step", 0.25 * turn, "test", f"{id}-c{turn}"),),
+                        **sampled | UNTRAINABLE[fate],
+                    )
+                    for turn, (fate, status) in enumerate(calls)
+                ),
+                rollout=id,
+                terminal=terminal,
+            )
+            for member, (terminal, calls) in enumerate(group)
+            for id in [f"g{number}m{member}"]
+        ]
+        for number, group in enumerate(groups)
+    ]
+    updates: list[list[PreparedBatch]] = []
+    for credit in (PolicyCredit("identical", identical, CreditKind.RETURN), AIR):
+        batches = make_batches(episodes, BatchPlan({"default": credit}, truncated="mask")).batches.values()
+        parts = [filter_trainable(batch, context_length=16, vocabulary=1000) for batch in batches]
+        updates.append([prepare(part, samples_of(part.batch, dtype=torch.float64), GRPO) for part in parts])
+    for plain, air in zip(*updates, strict=True):
+        torch.testing.assert_close(air.advantages_R, plain.advantages_R, rtol=0, atol=1e-9)
+        torch.testing.assert_close(air.weights_R, plain.weights_R, rtol=0, atol=0)
+        assert air.dropped == plain.dropped
 
 
 def test_a_transition_of_weight_0_is_compared_and_gives_its_share_to_no_other() -> None:
