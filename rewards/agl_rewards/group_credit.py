@@ -137,7 +137,7 @@ def _visits(
 
 
 def _state(transition: Transition, anchor: Sequence[str]) -> State | None:
-    """Where a call was made; None if that is not known."""
+    """The state that a call was made in; None if it is not known."""
     if anchor:
         variables = transition.state or {}
         if not variables.keys() >= set(anchor):
