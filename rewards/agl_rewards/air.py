@@ -6,8 +6,8 @@ result counts once. Adapters report tool results; without a report, the conversa
 (`agl_core.learning.tool_results`).
 
 A status is +1 (ok) or −1 (error, timeout, empty), and is compared with the mean of the *same tool* in the group. A
-tool that always succeeds therefore earns nothing: calling it would otherwise be the quickest way to a reward. Tool calls
-that did not parse are failures of a tool of their own, at which every call that parsed succeeds.
+tool that always succeeds therefore earns nothing: calling it would otherwise be the quickest way to a reward. Tool
+calls that did not parse are failures of a tool of their own, at which those that parsed succeed.
 """
 
 from __future__ import annotations
