@@ -120,7 +120,7 @@ async def test_the_reward_of_rag_is_mostly_correctness_a_little_form_and_the_pri
     assert scored.terminal == pytest.approx(0.9 * correct + 0.1 * form - 0.02 * searches)
 
 
-@pytest.mark.parametrize("bed", ["additive", "decisive", "recoverable"])
+@pytest.mark.parametrize("bed", ["errand", "walk"])
 def test_every_bed_is_a_run(bed: str) -> None:
     loaded("beds", f"tasks.train.bed={bed}", f"tasks.eval.bed={bed}")
 
