@@ -1,4 +1,4 @@
-"""Training in this process begins with what its policy is worth, and a tool that always works earns nothing by default."""
+"""Training in this process begins with what its policy is worth, and a tool that always works earns nothing."""
 
 from __future__ import annotations
 
