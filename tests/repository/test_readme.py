@@ -104,7 +104,8 @@ def test_runs_of_one_task_are_a_group_and_a_weight_counts(played: Path) -> None:
 
 def test_installed_rules_are_tried_by_name_and_from_a_file_that_is_their_source_or_imports_them(played: Path) -> None:
     (played / "theirs.py").write_text("from agl_rewards.evaluators import regex_format")
-    for rules in (["regex_format", "token_f1"], ["theirs.py"], [evaluators.__file__, "theirs.py"]):
+    every = [evaluators.__file__, "theirs.py", "--set", "overlong.limit=9", "--set", "overlong.buffer=3"]
+    for rules in (["regex_format", "token_f1"], ["theirs.py"], every):
         arguments = ["--set", "regex_format.pattern=It", "--set", "regex_format.weight=2"]
         tried = CliRunner().invoke(app, ["reward", "try", *rules, "--run", "episodes.jsonl", *arguments])
         assert "regex_format" in tried.output, tried.exception
