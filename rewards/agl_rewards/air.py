@@ -5,9 +5,13 @@ single calls of them, which any credit rule then shares out. The capability chec
 result counts once. Adapters report tool results; without a report, the conversation's count
 (`agl_core.learning.tool_results`).
 
-A status is +1 (ok) or −1 (error, timeout, empty), and is compared with the mean of the *same tool* in the group. A
-tool that always succeeds therefore earns nothing: calling it would otherwise be the quickest way to a reward. Tool
-calls that did not parse are failures of a tool of their own, at which those that parsed succeed.
+A status is +1 (ok) or −1 (error, timeout, empty), and is compared with the mean of the *same tool* among the agent's
+calls in the group. A tool that always succeeds therefore earns nothing: calling it would otherwise be the quickest way
+to a reward. Tool calls that nothing could run count as one more tool, `malformed`: they do not parse, or name a tool
+that the request did not offer. Every other call with a tool succeeds at it, so that an invented name hides no failure.
+
+A comparison by name does not see that calls of one tool differ. A shell's easy commands succeed where hard ones fail,
+and are preferred to them: the alarm `tools_farmed` tells.
 """
 
 from __future__ import annotations
@@ -16,18 +20,19 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from functools import partial
 from statistics import mean
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, model_validator
 
 from agl_core import Capability, CreditKind
+from agl_core.learning.tool_results import function_of, tool_calls_of
 from agl_core.protocols import CreditRule, GroupRewardRule
 from agl_core.types import Episode, Reward, ToolResult, ToolStatus, Transition
 from agl_rewards.group_credit import episode_advantages
 
 RULE = "tool_results"
-UNPARSED = "unparsed"
-"""The tool that a call which does not parse fails at."""
+MALFORMED = "malformed"
+"""The tool that a call fails at if it does not parse, or asks for a tool that was not offered and does not work."""
 
 
 class AirOptions(BaseModel):
@@ -59,7 +64,7 @@ class AirOptions(BaseModel):
 def air(options: AirOptions) -> CreditRule:
     """A call's advantage is its rollout's, and β times how much better its tools did than they do in the group.
 
-        A_t = z + β · Σ over the tools of t of (its status − the mean of that tool's statuses in the group)
+        A_t = z + β · Σ over the tools of t of (its status − its mean over the agent's calls in the group)
 
     z is the episode's advantage (`agl_rewards.group_credit`), 0 without contrast. The mixed form is the paper's: the
     return α · status_t + (1 − α) · R, of the mean status of t and the terminal reward R; R alone for a call without
@@ -67,7 +72,7 @@ def air(options: AirOptions) -> CreditRule:
 
     Conserves: β = 0 is `identical`. Over a group the terms of each tool sum to 0, so that a tool with one status
     everywhere contributes nothing, and they do not depend on other tools. Without contrast |A| is at most 2 · β for
-    each tool that the call asks for.
+    each tool that the call asks for. The choices of a call (`n` > 1) share its place in means and sums.
     """
     if options.form == "mixed":
         return partial(_mixed, alpha=options.alpha)
@@ -107,7 +112,7 @@ def tool_results(options: ToolResultsOptions) -> GroupRewardRule:
         weights = { memory = 0.30, search = 0.20 }        # any other tool: default_weight = 0.2
 
     The rewards have the tools' names, and belong to the call that asked for them; a tool at its mean has none. Over a
-    group they sum to 0.
+    group they sum to 0, the choices of a call (`n` > 1) sharing its place.
     """
 
     def reward_calls(episodes: Sequence[Episode]) -> list[list[Reward]]:
@@ -125,33 +130,48 @@ def tool_results(options: ToolResultsOptions) -> GroupRewardRule:
 
 
 def tool_terms(episodes: Sequence[Episode]) -> list[list[dict[str, float]]]:
-    """For each transition and each tool that it asked for: its status minus the mean of that tool in the group.
+    """For each transition and each tool that it asked for: its status minus that tool's mean, among the group's calls
+    of the same agent and policy.
 
     Several results of one tool are one status, their mean. The choices of a call (`n` > 1) share its place in the mean.
     """
     choices = Counter((i, t.turn) for i, episode in enumerate(episodes) for t in episode.transitions)
-    by_tool = [[_by_tool(transition) for transition in episode.transitions] for episode in episodes]
-    totals, counts = defaultdict[str, float](float), defaultdict[str, float](float)
+    statuses = [[_by_tool(transition) for transition in episode.transitions] for episode in episodes]
+    totals, counts = defaultdict[_Tool, float](float), defaultdict[_Tool, float](float)
     for i, episode in enumerate(episodes):
-        for transition, statuses in zip(episode.transitions, by_tool[i], strict=True):
-            for tool, status in statuses.items():
+        for transition, of_call in zip(episode.transitions, statuses[i], strict=True):
+            for tool, status in of_call.items():
                 share = 1 / choices[i, transition.turn]
                 totals[tool] += share * status
                 counts[tool] += share
     return [
-        [{tool: status - totals[tool] / counts[tool] for tool, status in statuses.items()} for statuses in of_episode]
-        for of_episode in by_tool
+        [{tool[-1]: status - totals[tool] / counts[tool] for tool, status in of_call.items()} for of_call in of_episode]
+        for of_episode in statuses
     ]
 
 
-def _by_tool(transition: Transition) -> dict[str, float]:
-    """The mean status of each tool that a call asked for, and of parsing, if it asked for any."""
+_Tool: TypeAlias = tuple[str, str | None, str]
+"""A tool of one policy and agent: they are compared with themselves."""
+
+
+def _by_tool(transition: Transition) -> dict[_Tool, float]:
+    """The mean status of each tool that a call asked for, and of `MALFORMED`, if it asked for any."""
     statuses = defaultdict[str, list[float]](list)
+    invented, is_malformed = _invented(transition), transition.parse_error is not None
     for tool_result in transition.tool_results:
-        statuses[tool_result.tool].append(_signed(tool_result))
-    if statuses or transition.parse_error is not None:
-        statuses[UNPARSED].append(1.0 if transition.parse_error is None else -1.0)
-    return {tool: mean(of_tool) for tool, of_tool in statuses.items()}
+        if tool_result.tool_call_id in invented and tool_result.status is not ToolStatus.OK:
+            is_malformed = True
+        else:
+            statuses[tool_result.tool].append(_signed(tool_result))
+    if statuses or is_malformed:
+        statuses[MALFORMED].append(-1.0 if is_malformed else 1.0)
+    return {(transition.policy, transition.agent, tool): mean(of_tool) for tool, of_tool in statuses.items()}
+
+
+def _invented(transition: Transition) -> set[str]:
+    """The ids of the tool calls of a response whose tools the request did not offer; none if it offered no tool."""
+    offered = {function_of(tool)[0] for tool in transition.tools}
+    return {c["id"] for c in tool_calls_of(transition.response) if offered and function_of(c)[0] not in offered}
 
 
 def _statuses(transition: Transition) -> list[float]:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from agl_core import kinds
 from agl_core.testing import episodes as make
 from agl_core.types import Episode, Reward, ToolResult, ToolStatus, Transition, episode_return
-from agl_rewards.air import UNPARSED, tool_terms
+from agl_rewards.air import MALFORMED, tool_terms
 from agl_rewards.group_credit import gigpo, grouped
 
 from .conftest import rule as make_rule
@@ -35,7 +35,10 @@ class Step:
     tools: tuple[tuple[str, ToolStatus], ...] = ()
     parses: bool = True
 
+    agent: str = "solver"
 
+
+OFFERED = ("look", "fetch", "bell")
 STATUSES = st.sampled_from(ToolStatus)
 TOOLS = st.lists(st.tuples(st.sampled_from(["look", "fetch"]), STATUSES), max_size=3).map(tuple)
 STEPS = st.builds(Step, st.integers(0, 3), RETURNS, TOOLS, st.sampled_from([True, True, False]))
@@ -60,6 +63,12 @@ def _transition(name: str, turn: int, step: Step) -> Transition:
         turn,
         *results,
         rollout=name,
+        agent=step.agent,
+        tools=tuple({"type": "function", "function": {"name": tool}} for tool in OFFERED),
+        response={
+            "role": "assistant",
+            "tool_calls": [{"id": f"{turn}.{n}", "function": {"name": tool}} for n, (tool, _) in enumerate(step.tools)],
+        },
         rewards=(Reward(name, 0, "step", step.reward, "test", f"{name}-c{turn}"),),
         prompt_ids=np.array([7, step.room], np.int32),
         state={"room": step.room, "turn": turn},
@@ -146,12 +155,68 @@ class TestAir:
         after = tool_terms(group([([farmed(step) for step in steps], end) for steps, end in members]))
         for terms, more in zip(flat(before), flat(after), strict=True):  # type: ignore[arg-type]
             assert more.get("bell", 0.0) == 0.0  # type: ignore[attr-defined]
-            kept = {tool: term for tool, term in more.items() if tool in terms and tool != UNPARSED}  # type: ignore[attr-defined]
-            assert kept == near({tool: term for tool, term in terms.items() if tool != UNPARSED})  # type: ignore[attr-defined]
+            kept = {tool: term for tool, term in more.items() if tool in terms and tool != MALFORMED}  # type: ignore[attr-defined]
+            assert kept == near({tool: term for tool, term in terms.items() if tool != MALFORMED})  # type: ignore[attr-defined]
 
     def test_a_tool_call_that_does_not_parse_is_worse_than_one_that_does(self, air: AirRule) -> None:
         works, broken = Step(tools=(("look", ToolStatus.OK),)), Step(parses=False)
         assert air(group([([works, Step()], 0.0), ([broken], 0.0)])) == [[near(0.3), 0.0], [near(-0.3)]]
+
+    @given(members=MEMBERS, data=st.data())
+    def test_a_failure_is_not_hidden_by_a_tool_that_was_not_offered(
+        self, air: AirRule, members: list[tuple[list[Step], float]], data: st.DataObject
+    ) -> None:
+        """The same failing call with a name that the model made up is never better than with the tool's own."""
+        _, (steps, end) = data.draw(st.sampled_from([*enumerate(members)]))
+        rest = [member for member in members if member[0] is not steps]
+        values = [
+            air(group([([Step(tools=((tool, ToolStatus.ERROR),)), *steps], end), *rest]))[0][0]
+            for tool in ("fetch", f"fetch_{data.draw(st.integers(0, 9))}")
+        ]
+        assert values[1] <= values[0] + 1e-9
+
+    def test_each_made_up_name_fails_and_one_that_works_is_a_tool(self, air: AirRule) -> None:
+        tools = [("fetch", ToolStatus.OK), ("fetch_1", ToolStatus.ERROR), ("fetch_2", ToolStatus.EMPTY)]
+        values = air(group([([Step(tools=(tool,)) for tool in tools], 0.0)]))
+        assert values == [near([0.3 * 4 / 3, 0.3 * -2 / 3, 0.3 * -2 / 3])], "a mean of -1/3 over three calls"
+        later = [Step(tools=(("found_by_search", ToolStatus.OK),)), Step(tools=(("fetch", ToolStatus.OK),))]
+        assert air(group([(later, 0.0)])) == [[0.0, 0.0]]
+
+    def test_where_no_tools_are_offered_a_made_up_name_is_worth_nothing(self, air: AirRule) -> None:
+        """As a call without a tool is: a text agent's tools are not known."""
+        steps = [Step(tools=((tool, ToolStatus.ERROR),)) for tool in ("a", "b")]
+        [episode] = group([([*steps, Step()], 0.0)])
+        unknown = replace(episode, transitions=tuple(replace(t, tools=()) for t in episode.transitions))
+        assert air([unknown]) == [[0.0, 0.0, 0.0]]
+
+    @given(members=MEMBERS)
+    def test_what_another_agent_fails_at_is_no_reward(
+        self, air: AirRule, members: list[tuple[list[Step], float]]
+    ) -> None:
+        works = Step(tools=(("look", ToolStatus.OK),), agent="planner")
+        unrewarded = [[_with(step, reward=0.0) for step in steps] for steps, _ in members]
+        values = air(group([([works, *steps, works], 0.0) for steps in unrewarded]))
+        assert {value for of_episode in values for value in (of_episode[0], of_episode[-1])} == {0.0}
+
+    @given(count=st.integers(1, 9), status=STATUSES)
+    def test_parallel_calls_of_one_tool_earn_what_one_does(self, air: AirRule, count: int, status: ToolStatus) -> None:
+        other = [Step(tools=(("look", ToolStatus.OK), ("look", ToolStatus.ERROR)))]
+        once, often = (air(group([([Step(tools=(("look", status),) * n)], 0.0), (other, 0.0)])) for n in (1, count))
+        assert often == once
+
+    def test_the_choices_of_a_call_share_its_place(self, air: AirRule) -> None:
+        """Two choices that work weigh as one that does not."""
+        first, second = group([([Step(tools=(("look", ToolStatus.OK),))], 0.0), ([Step()], 0.0)])
+        third = group([([Step(tools=(("look", ToolStatus.ERROR),))], 0.0)])[0]
+        twice = [replace(first.transitions[0], key=first.transitions[0].key._replace(choice=i)) for i in range(2)]
+        assert air([replace(first, transitions=tuple(twice)), second, third]) == [near([0.3, 0.3]), [0.0], near([-0.3])]
+
+    def test_easy_calls_of_a_tool_are_preferred_to_hard_ones(self, air: AirRule) -> None:
+        """The limit of a comparison by name: a shell's `echo` and its tests are one tool, until all of them work."""
+        echo, tests = Step(tools=(("look", ToolStatus.OK),)), Step(tools=(("look", ToolStatus.ERROR),))
+        for share, worth in ((1, 0.3), (3, 0.15), (9, 0.06)):
+            assert air(group([([echo] * share + [tests], 0.0)]))[0] == near([worth] * share + [worth - 0.6])
+        assert air(group([([echo] * 4, 0.0)])) == [[0.0] * 4]
 
     def test_the_mixed_form_is_the_papers(self, air: AirRule) -> None:
         ok, error = ("look", ToolStatus.OK), ("look", ToolStatus.ERROR)
