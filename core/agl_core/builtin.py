@@ -1,4 +1,4 @@
-"""The credit rules "identical", "immediate" and "discounted"; `agl_rewards` has those that compare calls.
+"""The credit rules "identical", "immediate" and "discounted"; those that compare calls are a plugin's.
 
 Each is a small pure function over a group of episodes; it says whether it yields returns or rewards (or what can be
 read as either), and what it conserves. `agl_core.types.episodes` explains the symbols r_t, R and G_t.

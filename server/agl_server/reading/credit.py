@@ -62,11 +62,11 @@ class CreditFacts:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """What counts here of a rollout: conversations and token ids of hundreds would need gigabytes."""
+    """A rollout, without its conversations and token ids: those of hundreds would need gigabytes."""
 
     reward: float
     works: Sequence[tuple[str, bool]]
-    """Of each tool result: the tool, and whether it worked, as credit `air` counts."""
+    """The tool of each tool result, and whether it worked, as credit `air` counts."""
     prompts: Sequence[int | None]
     states: Sequence[str | None]
     """By call; None if it is not known."""
