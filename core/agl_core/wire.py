@@ -91,11 +91,16 @@ class LeaseRequest(Body):
     wait: float = Field(0.0, ge=0, le=60, description="Seconds to wait for the first one.")
 
 
-class Assignment(Body):
-    """The part of an attempt that its agent's process may know."""
+class AttemptRef(Body):
+    """One attempt's name."""
 
     rollout: str
-    attempt: int
+    attempt: int = Field(ge=0, lt=2**31)
+
+
+class Assignment(AttemptRef):
+    """The part of an attempt that its agent's process may know."""
+
     task_id: str
     task_input: JsonValue
     task_split: str
@@ -130,13 +135,6 @@ class LeaseReply(Body):
     closed: bool = Field(False, description="There will be no more: the run is over.")
 
 
-class AttemptRef(Body):
-    """One attempt's name."""
-
-    rollout: str
-    attempt: int = Field(ge=0, lt=2**31)
-
-
 class HeldAttempt(AttemptRef):
     """One attempt's name, and the proof that the worker holds it."""
 
@@ -162,6 +160,7 @@ class RewardReport(Body):
 
     name: str = "reward"
     value: float = Field(allow_inf_nan=False)
+    call: str | None = Field(None, description="The id of the reply that it is for; null: the rollout.")
 
 
 class CloseRequest(Body):
@@ -186,11 +185,9 @@ class CloseReply(Body):
     counted: bool = Field(description="False: another attempt counts, or this one was already closed otherwise.")
 
 
-class RunningAttempt(Body):
+class RunningAttempt(AttemptRef):
     """An attempt that a worker holds. Times are in seconds up to now."""
 
-    rollout: str
-    attempt: int
     worker: str
     running: float = Field(description="Since it was leased.")
     asking: float | None = Field(description="Since its oldest unanswered model call began; None: all are answered.")

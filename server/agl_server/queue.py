@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -383,14 +383,14 @@ def is_tried_again(attempt: ActiveAttempt, ending: Ending, budget: int) -> bool:
 
 
 def reported(key: AttemptKey, request: CloseRequest) -> list[Record]:
-    """The agent side's report as records; rewards of one name add up."""
+    """The agent side's report as records; rewards of one name for one call, or for none, add up."""
     tool_results = [
         # The agent's side has two sources, whatever it claims.
         replace(report, **key._asdict(), source=Source.COMMAND if report.source is Source.COMMAND else Source.ADAPTER)
         for report in request.tool_results
     ]
-    totals: dict[str, float] = {}
+    totals = defaultdict[tuple[str, str | None], float](float)
     for reward in request.rewards:
-        totals[reward.name] = totals.get(reward.name, 0.0) + reward.value
-    rewards = [Reward(*key, name=name, value=total, source="agent") for name, total in totals.items()]
+        totals[reward.name, reward.call] += reward.value
+    rewards = [Reward(*key, name, total, source="agent", call=call) for (name, call), total in totals.items()]
     return [*tool_results, *rewards]

@@ -82,6 +82,7 @@ class LocalRollout:
             except (ApiError, ValueError, TypeError, KeyError, AttributeError) as error:
                 report_problem(f"Reading a call to {sent.address}", error)
                 bypassed[sent.address] += 1
+        ids: Mapping[str | None, str] = {sent.reply_id: sent.id for sent in self.calls}
         task, mode, ending = self.task, Mode.EVAL_SAMPLED, self._record.ending  # agl did not fix its sampling.
         rollout = Rollout(id, "alone", 0, task.id, task, mode, 0, member, RolloutState.DONE, 0, ending)
         return build_episode(
@@ -89,7 +90,10 @@ class LocalRollout:
             replace(self._record, bypassed=dict(bypassed) or None),
             calls,
             [replace(report, rollout=id) for report in recording.tool_results],
-            [Reward(id, 0, report.name, report.value, AGENT_SOURCE) for report in recording.rewards],
+            [
+                Reward(id, 0, report.name, report.value, AGENT_SOURCE, ids.get(report.call, report.call))
+                for report in recording.rewards
+            ],
         )
 
 
@@ -167,6 +171,8 @@ def _reply(dialect: Dialect, sent: SentCall, body: bytes) -> Reply:
     completion = StreamedCompletion(sent.id)
     for event in events:
         if event != LAST_EVENT:
-            completion.add(dialect.chunk(parse_json(event)))
+            completion.add(dialect.chunk(parsed := parse_json(event)))
+            own = next((part for part in map(parsed.get, ("message", "response")) if isinstance(part, dict)), parsed)
+            sent.reply_id = sent.reply_id or own.get("id") or ""
     completion.end()
     return read_reply(completion.whole(), sent.reply_headers, sent.id, logprobs=False)

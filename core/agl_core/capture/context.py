@@ -210,6 +210,7 @@ class SentCall:
     ended: float = 0.0
     reply: bytes | None = None
     """None before it has come, and if it has another status than 200."""
+    reply_id: str = ""
     reply_headers: Mapping[str, str] = field(default_factory=dict)
     result: Any = None
     """The reply as its HTTP library has it."""

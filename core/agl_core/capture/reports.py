@@ -42,12 +42,14 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def reward(value: float, name: str = "reward") -> None:
+def reward(value: float, name: str = "reward", *, call: Any = None) -> None:
     """Report a reward that only the agent can know, any number of times; outside any rollout it does nothing.
 
-    AgentError if `value` is not a finite number.
+    It is of the rollout, or of one `call`: the reply as the agent's client returned it, or the reply's id.
+    AgentError if `value` is not a finite number, or the reply has no id.
 
     >>> reward(0.5, name="tests_passed")
+    >>> reward(1, call="chatcmpl-7f3a")
     """
     given: Any = value
     try:
@@ -56,9 +58,14 @@ def reward(value: float, name: str = "reward") -> None:
         number = math.nan
     if not math.isfinite(number):
         raise AgentError(f"agl_core.reward('{name}'): {value!r} is not a finite number. Give it an int or a float.")
+    # The `id` of a LangChain message may be that of its run.
+    own = getattr(call, "response_metadata", {}).get("id") or getattr(call, "id", None)
+    id = call if isinstance(call, str) else own
+    if call is not None and not (id and isinstance(id, str)):
+        raise AgentError(f"agl_core.reward('{name}', call=…): {call!r:.200} is neither a reply with an id nor an id.")
     active = current_attempt()
     if active is not None:
-        active.recording.reward(RewardReport(name=name, value=number))
+        active.recording.reward(RewardReport(name=name, value=number, call=id))
 
 
 def prompt(name: str, default: str | None = None) -> str:

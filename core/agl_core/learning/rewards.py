@@ -39,10 +39,16 @@ _LARGEST = float(np.finfo(np.float32).max)
 """The largest number of single precision, in which advantages are computed; a larger reward would be infinite."""
 
 
-def reported(episode: Episode) -> float | None:
-    """The sum of what the agent itself reported by `agl_core.reward(value)`: the reward of a run that names no rule."""
-    values = [r.value for r in episode.rewards if r.source == AGENT_SOURCE]
-    return math.fsum(values) if values else None
+def reported(episode: Episode) -> list[Reward]:
+    """The rewards that the agent itself reported (`agl_core.reward`): the rule of a run that names none.
+
+    The terminal reward is a sum; each choice of a call has the reward of the call. Calls that do not count have none.
+    """
+    said = [r for r in episode.rewards if r.source == AGENT_SOURCE]
+    values = [r.value for r in said if r.call is None]
+    terminal = [_reward(episode, "reported", math.fsum(values), AGENT_SOURCE)] if values else []
+    of_calls = [replace(r, choice=t.key.choice) for t in episode.transitions for r in said if r.call == t.key.call]
+    return [*terminal, *of_calls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,21 +220,18 @@ class _EpisodeScores:
             return replace(self.episode, terminal=None, dropped=self.episode.dropped or DropReason.NO_REWARD)
         terminal = [(weight, reward) for weight, reward in self._given if reward.call is None]
         total = (self.episode.terminal or 0.0) + sum(weight * reward.value for weight, reward in terminal)
-        by_call: dict[tuple[str | None, int], list[Reward]] = {}
+        by_call = defaultdict[tuple[str | None, int], list[Reward]](list)
         for weight, reward in self._given:
-            if reward.call is not None:
-                weighted = replace(reward, value=weight * reward.value)
-                by_call.setdefault((reward.call, reward.choice), []).append(weighted)
-        intermediate = (reward.value for rewards in by_call.values() for reward in rewards)
-        finite = _are_finite([total, *(reward.value for _, reward in terminal), *intermediate])
+            by_call[reward.call, reward.choice].append(replace(reward, value=weight * reward.value))
+        weighted = (reward.value for rewards in by_call.values() for reward in rewards)
+        finite = _are_finite([total, *(reward.value for _, reward in terminal), *weighted])
         dropped = DropReason.REWARD_FAILED if self._failed else self.episode.dropped
         return replace(
             self.episode,
             rewards=(*self.episode.rewards, *(reward for _, reward in terminal)),
             terminal=total if finite and not self._failed else None,
             transitions=tuple(
-                replace(t, rewards=(*t.rewards, *by_call.get((t.key.call, t.key.choice), ())))
-                for t in self.episode.transitions
+                replace(t, rewards=(*t.rewards, *by_call[t.key.call, t.key.choice])) for t in self.episode.transitions
             ),
             dropped=dropped if finite else dropped or DropReason.NON_FINITE,
         )
@@ -242,8 +245,7 @@ def failure_text(error: Exception) -> str:
 
 def was_rewarded(episode: Episode) -> bool:
     """True if a rule, or the table of endings, gave it a value."""
-    by_rules = any(r.source != AGENT_SOURCE for r in episode.rewards)
-    return by_rules or any(r.source != AGENT_SOURCE for t in episode.transitions for r in t.rewards)
+    return any(r.source != AGENT_SOURCE for r in episode.rewards) or any(t.rewards for t in episode.transitions)
 
 
 def normalized(group: Sequence[Episode], weights: Mapping[str, float]) -> list[Episode]:

@@ -107,7 +107,7 @@ class Episode:
     transitions: tuple[Transition, ...]
     result: Json = None
     rewards: tuple[Reward, ...] = ()
-    """Components of the terminal reward, with provenance."""
+    """Components of the terminal reward, and all that the agent reported, with provenance."""
     terminal: float | None = None
     """The terminal reward R; None until rewards were computed."""
     dropped: DropReason | None = None

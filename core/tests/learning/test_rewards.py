@@ -158,8 +158,9 @@ async def test_the_table_of_endings_decides_before_any_rule(episode: Episode) ->
 
 def test_reported_sums_what_the_agent_said_and_is_silent_without(episode: Episode) -> None:
     rewards = [("a", 0.25, "agent"), ("b", 0.5, "agent"), ("c", 9.0, "rule")]
-    assert reported(replace(episode, rewards=tuple(Reward("r", 0, *reward) for reward in rewards))) == 0.75
-    assert reported(episode) is None
+    [said] = reported(replace(episode, rewards=tuple(Reward("r", 0, *reward) for reward in rewards)))
+    assert (said.name, said.value, said.call) == ("reported", 0.75, None)
+    assert reported(episode) == []
 
 
 class TestGroupRules:

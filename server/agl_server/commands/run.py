@@ -35,6 +35,7 @@ from agl_server.http.keys import Keys
 from agl_server.reading.explained import AttemptReport, reports_of
 from agl_server.reading.runs import RUNS, check_name, is_capture, open_store, write_capture
 from agl_server.server import LightningServer
+from agl_server.training.rollouts import UNKNOWN_CALLS
 from agl_server.training.run import first_free, new_run_dir, passthrough_key, removed_unless_begun
 from agl_server.training.session import engine_context
 
@@ -197,6 +198,8 @@ async def _launch(
 def _summarise(report: AttemptReport, recording: Recording, folder: Path) -> None:
     for problem in recording.problems:
         _say(f"problem: {problem}")
+    if report.uncounted_rewards:
+        _say(f"problem: {UNKNOWN_CALLS}")
     attempt, episode = report.attempt, report.episode
     calls = {transition.key.call: transition.agent for transition in (*episode.transitions, *episode.undelivered)}
     results = sum(len(transition.tool_results) for transition in episode.transitions) + len(episode.unjoined)

@@ -265,6 +265,8 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
         )
     for reward in turn.rewards:
         screen.print(f"    reward {_reward(reward)}")
+    for reward in turn.reported:
+        screen.print(f"    the agent reported {_reward(reward)}")
     if turn.record is not None:
         screen.print(f"    {_use(turn.record)}", style="magenta")
 

@@ -28,7 +28,7 @@ from agl_core.types import (
 )
 from agl_server.health.rollouts import RolloutHealth, health_of
 from agl_server.reading.runs import open_store
-from agl_server.training.rollouts import by_attempt, counted_attempts, read_attempts
+from agl_server.training.rollouts import by_attempt, counted_attempts, read_attempts, uncounted_rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,9 @@ class Turn:
 
     transition: Transition
     rewards: Sequence[Reward]
+    """The rewards that rules gave."""
+    reported: Sequence[Reward]
+    """Rewards of the agent; they count only if a rule passes them on."""
     record: TrainingRecord | None
 
     @property
@@ -102,17 +105,20 @@ class AttemptReport:
     @property
     def turns(self) -> list[Turn]:
         records = {record.key: record for record in self.training_records}
-        return [Turn(t, self.rewards_of(t), records.get(t.key)) for t in self.episode.transitions]
+        said = [reward for reward in self.episode.rewards if reward.source == AGENT_SOURCE]
+        return [
+            Turn(t, self.rewards_of(t), [r for r in said if r.call == t.key.call], records.get(t.key))
+            for t in self.episode.transitions
+        ]
 
     def rewards_of(self, transition: Transition) -> list[Reward]:
-        key = transition.key
-        return [reward for reward in self.episode.rewards if (reward.call, reward.choice) == (key.call, key.choice)]
+        """The rewards that rules gave it."""
+        key, by_rules = transition.key, (reward for reward in self.episode.rewards if reward.source != AGENT_SOURCE)
+        return [reward for reward in by_rules if (reward.call, reward.choice) == (key.call, key.choice)]
 
     @property
     def uncounted_rewards(self) -> list[Reward]:
-        """The rewards of calls that are not in the episode."""
-        known = {(t.key.call, t.key.choice) for t in self.episode.transitions}
-        return [r for r in self.episode.rewards if r.call is not None and (r.call, r.choice) not in known]
+        return uncounted_rewards(self.episode)
 
     def terminal(self, weights: Mapping[str, float]) -> TerminalReward:
         """The terminal reward by the weights of the run's rules."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from agl_core.errors import ConfigError
+from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.store import Store
 from agl_core.types import Episode, Json, Mode, Rollout, RolloutState, Transition, are_equal
 from agl_core.types.forms import parse_if_json, to_json
@@ -122,7 +123,7 @@ def _episode(exported: ExportedRollout) -> Episode:
     report, episode = exported.report, exported.report.episode
     return replace(
         episode,
-        rewards=tuple(reward for reward in episode.rewards if reward.call is None),
+        rewards=tuple(r for r in episode.rewards if r.call is None or r.source == AGENT_SOURCE),
         terminal=exported.entry.reward,
         transitions=tuple(replace(t, rewards=tuple(report.rewards_of(t))) for t in episode.transitions),
     )
@@ -186,7 +187,7 @@ def _transition_rows(exported: ExportedRollout, agent: str | None) -> Iterator[R
             **_fields(transition),
             **transition.key._asdict(),
             "tool_results": [*transition.tool_results],
-            "rewards": rewards,
+            "rewards": [*rewards, *turn.reported],
             "reward": sum(reward.value for reward in rewards),
         }
 

@@ -19,7 +19,7 @@ from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, reported
 from agl_core.learning.tool_results import messages_of
 from agl_core.learning.transitions import episode_of
 from agl_core.protocols import Engine, RecordedTasks, train_index
-from agl_core.types import Call, Episode, RecordedRollout, Rollout, RolloutState
+from agl_core.types import Call, Episode, RecordedRollout, Reward, Rollout, RolloutState
 from agl_server.training.metrics import Advance
 from agl_server.training.rollouts import (
     Collector,
@@ -177,6 +177,9 @@ class RecordedGroups:
         complete = iter(await self._collector.complete(judged))
         return [[*islice(complete, len(group))] for group in planned]
 
-    def _recorded_reward(self, episode: Episode) -> float | None:
-        terminal = self._terminal[episode.rollout]
-        return reported(episode) if terminal is None else terminal
+    def _recorded_reward(self, episode: Episode) -> list[Reward]:
+        terminal, said = self._terminal[episode.rollout], reported(episode)
+        if terminal is None:
+            return said
+        own = Reward(episode.rollout, episode.attempt, "recorded", terminal, "recorded")
+        return [own, *(reward for reward in said if reward.call is not None)]

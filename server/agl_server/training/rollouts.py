@@ -54,6 +54,10 @@ if TYPE_CHECKING:  # A run is read where no server is installed, too.
 AttemptRecord = TypeVar("AttemptRecord", Call, ToolResult, Reward, TrainingRecord, Annotation)
 logger = logging.getLogger(__name__)
 
+UNKNOWN_CALLS = (
+    "agl_core.reward(call=…) named calls that the attempt does not have, and these rewards do not count. Give it the "
+    "reply as the client returned it, or its id."
+)
 HEALTH_INTERVAL = 2.0
 """Seconds between two looks at the parts of the run."""
 
@@ -195,7 +199,12 @@ class Collector:
         return [ScoredRollout(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
 
     def warn_of_failed_rules(self, rollouts: Sequence[ScoredRollout]) -> None:
-        """Warn if reward rules failed, naming rule, rollout and reason; PluginError if they failed on every rollout."""
+        """Warn if reward rules failed, naming rule, rollout and reason; PluginError if they failed on every rollout.
+
+        Warn of calls that the agent rewarded and does not have, too.
+        """
+        if lost := [scored.rollout.id for scored in rollouts if uncounted_rewards(scored.episode)]:
+            logger.warning("%s of %s rollouts (the first: %s): %s", len(lost), len(rollouts), lost[0], UNKNOWN_CALLS)
         errors = list({id(error): error for scored in rollouts for error in scored.reward_errors}.values())
         if not errors:
             return
@@ -223,6 +232,12 @@ class Collector:
             return answer.result()
         finally:
             answer.cancel()
+
+
+def uncounted_rewards(episode: Episode) -> list[Reward]:
+    """The rewards of calls that are not in the episode."""
+    known = {(t.key.call, t.key.choice) for t in episode.transitions}
+    return [r for r in episode.rewards if r.call is not None and (r.call, r.choice) not in known]
 
 
 def without_contrast(group: Sequence[ScoredRollout]) -> list[ScoredRollout]:

@@ -21,7 +21,7 @@ from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, EngineError, last_frames
 from agl_core.learning.rewards import AGENT_SOURCE
 from agl_core.protocols import Engine, EngineContext, PolicySpec, RecordedTasks, TaskSource, Upstream
-from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run
+from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run, scored_return
 from agl_core.wire import SERVER_FILE
 from agl_server.health.alarms import StallWatch, alarm_of_failures, alarms_on, common_failure
 from agl_server.health.rollouts import health_of
@@ -261,7 +261,8 @@ def _described(episode: Episode) -> str:
     results = [*(result for t in episode.transitions for result in t.tool_results), *episode.unjoined]
     tools = ", ".join(f"{result.tool} {result.status}" for result in results) or "none"
     parts = ", ".join(f"{r.name} {r.value:.3g}" for r in episode.rewards if r.call is None and r.source != AGENT_SOURCE)
-    reward = "none" if episode.terminal is None else f"{episode.terminal:.3g}" + (f" ({parts})" if parts else "")
+    value = scored_return(episode)
+    reward = "none" if value is None else f"{value:.3g}" + (f" ({parts})" if parts else "")
     return (
         f"task {episode.task.id}: {episode.ending}, {calls.total()} calls{by}; tools: {tools}; reward: {reward}; "
         f"{health_of(episode).text}"

@@ -404,6 +404,20 @@ def test_an_exported_run_comes_back_with_its_rewards(run: Any) -> None:
         assert sorted(map(str, other["rewards"])) == sorted(map(str, [*one["rewards"], *rest])), "its weight was 0.5"
 
 
+def test_what_the_agent_reported_of_a_call_is_exported_and_is_no_reward_of_the_call(run: Any) -> None:
+    said = Reward("s1-g0-m0", 0, "effort", 0.125, "agent", call="s1-g0-m0-c0")
+    run.put(said)
+    for form in ("parquet", "episodes"):
+        run.agl("export", "calc", "--to", form, "--out", form)
+
+    rows = pyarrow.parquet.read_table(run.folder / "parquet" / "transitions.parquet").to_pylist()
+    [row] = [r for r in rows if (r["rollout"], r["turn"]) == ("s1-g0-m0", 0)]
+    assert ([r["name"] for r in json.loads(row["rewards"])], row["reward"]) == (["look", "effort"], 0.25)
+    [episode] = [e for e in agl_core.load_episodes(run.folder / "episodes") if e.rollout == "s1-g0-m0"]
+    assert said in episode.rewards, "where the next run's rule finds it"
+    assert [t.reward for t in episode.transitions] == [0.25, 0.0]
+
+
 def test_export_then_import_gives_the_same_episodes(tmp_path: Path) -> None:
     """They have several agents, choices of a call, tools by id and by span, rewards of calls and at the end."""
     broken = make.choice(0, ["t0"], 5, mask=np.ones(5, np.bool_), parse_error="no brace")

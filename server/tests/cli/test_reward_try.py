@@ -104,6 +104,19 @@ def test_what_the_agent_reported_stays(run: Any) -> None:
     assert ["look (by tools)", "0.25 → - *"] in rows
 
 
+def test_what_the_agent_reported_of_a_call_counts_if_no_rule_does(run: Any) -> None:
+    run.put(Reward("s1-g0-m0", 0, "effort", 0.125, "agent", call="s1-g0-m0-c1"))
+    run.write("reported.toml", rewards={}, credit={"name": "immediate"})
+
+    reported = cells(run.agl("reward", "try", "--yes", "reported.toml", "--rollout=s1-g0-m0").output)
+    by_rules = cells(run.agl(*TRY, "--rollout=s1-g0-m0").output)
+
+    assert ["effort (by reported)", "- → 0.125 *"] in reported
+    assert ["1", "solver", "0 → 0.125 *", "1.25 → 0.125 *"] in [row[:4] for row in reported]
+    assert ["end", "terminal reward", "1 → 0 *"] in reported
+    assert ["1", "solver", "0", "1.25"] in [row[:4] for row in by_rules]
+
+
 def test_a_rule_that_fails_is_named_and_the_others_are_shown(run: Any) -> None:
     result = run.agl(*TRY, "--set=rewards.shaky.weight=1.0")
 

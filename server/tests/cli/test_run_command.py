@@ -111,6 +111,38 @@ def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench, a
     assert 'state {"plan": ["ask", "search"]}' in agl("show", rollout.id).stdout
 
 
+REWARDING = """
+import agl_core
+from openai import OpenAI
+
+for turn in range(2):
+    reply = OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": "hello"}])
+    agl_core.reward(turn - 0.5, name="step", call=reply)
+agl_core.reward(9, name="lost", call="nobody's")
+"""
+
+
+def test_a_reward_of_each_turn_is_shown_beside_its_call_and_one_of_no_call_is_told(running: Bench, agl: Agl) -> None:
+    running.script("agent.py", REWARDING)
+
+    result = running.run(sys.executable, "agent.py")
+
+    rollout, attempt, episode = running.recorded()
+    first, second = [t.key.call for t in episode.transitions]
+    said = [(r.name, r.value, r.call, r.source) for r in episode.rewards]
+    assert sorted(said) == [
+        ("lost", 9.0, "nobody's", "agent"), ("step", -0.5, first, "agent"), ("step", 0.5, second, "agent"),
+    ]  # fmt: skip
+    problem = "agl: problem: agl_core.reward(call=…) named calls that the attempt does not have"
+    assert (result.stderr.count(problem), attempt.error) == (1, None), result.stderr
+    shown = agl("show", rollout.id).stdout
+    turns = shown[shown.index("turn 0") : shown.index("terminal reward")].split("turn 1")
+    for turn, call, value in zip(turns, (first, second), ("-0.5", "0.5"), strict=True):
+        assert f"the agent reported step {value} (by agent, for call {call})" in turn
+    assert "reward lost 9 (by agent, for call nobody's, which does not count)" in shown
+    assert "terminal reward: none\n" in shown
+
+
 def test_without_a_call_and_without_ids_it_says_so(running: Bench, agl: Agl, monkeypatch: pytest.MonkeyPatch) -> None:
     running.upstream.returns_ids = False
     # Some of Anthropic's clients refuse, or warn of, a second key.

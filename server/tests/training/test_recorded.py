@@ -177,6 +177,17 @@ def test_rollouts_of_training_come_along_with_ids_log_probabilities_and_rewards(
     assert first.transitions[0].messages == (USER,)
 
 
+def test_the_rewards_that_the_agent_reported_of_its_calls_come_along(tmp_path: Path) -> None:
+    record_run(tmp_path / "old")
+    call = make.call(0, rollout="train-m0").id
+    said = [Reward("train-m0", 0, "step", 0.25, "agent", call), Reward("train-m0", 0, "step", 2.0, "agent")]
+    write_store(tmp_path / "old" / "store.sqlite", *said)
+
+    first, second = Taken(tmp_path / "old").episodes
+
+    assert [(e.terminal, e.transitions[0].reward) for e in (first, second)] == [(0.0, 0.25), (0.5, 0.0)]
+
+
 def test_groups_with_nothing_to_compare_are_replaced_by_the_next_ones(tmp_path: Path) -> None:
     record_run(tmp_path / "old")
 

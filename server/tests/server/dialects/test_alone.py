@@ -180,6 +180,25 @@ async def test_a_call_that_is_recorded_is_not_counted_though_another_library_car
     assert (len(episode.transitions), episode.bypassed) == (1, None)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses", "messages"])
+async def test_a_reward_of_a_call_is_found_by_the_id_of_its_reply(
+    endpoint: Endpoint, route: str, streamed: bool
+) -> None:
+    request, rollout = {**SMALLEST[route], "stream": streamed}, endpoint.alone.begin("r")
+    headers = {"Authorization": f"Bearer {endpoint.stack.key(endpoint.key)}"}
+    with running(rollout.attempt):
+        async with httpx2.AsyncClient(trust_env=False, headers=headers) as client:
+            for _ in range(2):
+                await client.post(f"{endpoint.stack.url(endpoint.key)}/{route}", json=request)
+        agl_core.reward(0.5)
+        agl_core.reward(0.25, call=(await endpoint.stack.calls(endpoint.key))[1].id)
+        agl_core.reward(9, call="made-up")
+    rollout.finish()
+    (episode,) = endpoint.alone.episodes()
+    assert [(r.call, r.value) for r in reported(episode)] == [(None, 0.5), (episode.transitions[1].key.call, 0.25)]
+
+
 def test_the_latest_episodes_are_kept_with_the_rewards_that_the_agent_reports() -> None:
     alone = LocalRollouts(keep=2)
     for name in "abc":
@@ -189,7 +208,8 @@ def test_the_latest_episodes_are_kept_with_the_rewards_that_the_agent_reports() 
             agl_core.reward(1, name="short")
         rollout.finish(name)
     episodes = alone.episodes()
-    assert [(episode.result, reported(episode)) for episode in episodes] == [("b", 1.5), ("c", 1.5)]
+    sums = [(episode.result, [r.value for r in reported(episode)]) for episode in episodes]
+    assert sums == [("b", [1.5]), ("c", [1.5])]
     assert [(r.rollout, r.name, r.value) for r in episodes[0].rewards] == [("b", "reward", 0.5), ("b", "short", 1.0)]
     alone.clear()
     assert alone.episodes() == []
