@@ -82,7 +82,8 @@ async def scored(stack: Stack, *attempts: LeasedAttempt) -> list[Episode]:
 )  # fmt: skip
 async def test_each_call_has_its_reward_and_the_rest_is_the_terminal_reward(stack: Stack, ask: Any) -> None:
     attempt = await stack.attempt(mode=Mode.TRAIN)
-    client: Any = (client_of if "messages" in ask.__name__ else Stack.client)(stack, attempt.key)  # type: ignore[arg-type]
+    make_client: Any = client_of if "messages" in ask.__name__ else Stack.client
+    client = make_client(stack, attempt.key)
     with attempt.running():
         first, second = await ask(client), await ask(client)
         agl_core.reward(0.25, "step", call=first)
