@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from agl_core.types import Attempt, Call, Ending, Mode, Rollout, Task, TrainingRecord
+from agl_core.types import Attempt, Call, Ending, Mode, Reward, Rollout, Task, TrainingRecord
 from agl_view.serving import make_app
 
 from .conftest import HERE, HOSTILE, Folder, Parsed, rollout, text_of
@@ -267,6 +267,19 @@ def test_a_folder_that_is_no_run_of_agl(runs: Folder) -> None:
 )
 def test_what_is_not_there(calc: Folder, address: str, what: str) -> None:
     assert what in calc.page(address, 404)
+
+
+def test_what_the_agent_reported_of_a_call_stands_beside_it(runs: Folder) -> None:
+    records = rollout("s1-g0-m0", answer="42", reward=1.0)
+    first, _ = (record.id for record in records if isinstance(record, Call))
+    told = [Reward("s1-g0-m0", 0, "step", 0.5, "agent", call) for call in (first, "nobody's")]
+    runs.make("calc", *records, *told)
+
+    page = text_of(runs.page("/runs/calc/rollouts/s1-g0-m0"))
+
+    assert page.count("The agent reported step 0.5.") == 1
+    assert page.index("turn 0,") < page.index("The agent reported step") < page.index("turn 1,")
+    assert "Reward step 0.5 (by agent, for call nobody's) does not count." in page
 
 
 def test_calls_past_agl_and_undelivered_replies_stand_before_the_turn_that_counts(runs: Folder) -> None:

@@ -14,7 +14,8 @@ import agl_core
 from agl_core.builtin import immediate
 from agl_core.errors import AgentError
 from agl_core.plugins import Plugins
-from agl_core.types import Ending, Episode, Mode, episode_return
+from agl_core.types import AlarmName, Ending, Episode, Mode, episode_return
+from agl_server.health.alarms import alarms_on
 from agl_server.reading.explained import reports_of
 from agl_server.testing import LeasedAttempt, Stack
 from agl_server.training.metrics import Observer
@@ -125,6 +126,15 @@ async def test_a_call_of_another_attempt_is_not_rewarded_and_the_rollout_says_so
     kept = [(r.call, r.value) for r in told.attempts[0].uncounted_rewards]
     assert sorted(kept) == [(reply.id, -9.0), ("made-up", 9.0)]
     assert "1 of 2 rollouts (the first: r1): agl_core.reward(call=…) named calls that the" in caplog.text
+
+
+async def test_a_run_whose_only_rewards_are_of_calls_is_told_that_they_are_asserted(stack: Stack) -> None:
+    attempt = await stack.attempt(mode=Mode.TRAIN)
+    with attempt.running():
+        agl_core.reward(0.25, call=await chat(stack.client(attempt.key)))
+    await attempt.close()
+    alarms = alarms_on(await scored(stack, attempt), [AlarmName.NO_REWARD, AlarmName.ASSERTED_REWARDS])
+    assert [alarm.name for alarm in alarms] == [AlarmName.ASSERTED_REWARDS]
 
 
 @pytest.mark.parametrize("call", [7, "", object(), {"id": "x"}, SimpleNamespace(id=None)])
