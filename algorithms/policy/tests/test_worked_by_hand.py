@@ -50,6 +50,24 @@ def test_grpo_worked_by_hand() -> None:
     assert metrics["ratio_max"].item() == pytest.approx(1.5)
 
 
+def test_cispo_and_the_importance_mask_worked_by_hand() -> None:
+    """Each token's gradient is its bounded ratio; one whose importance is out of bounds has none."""
+    samples = make_samples([Row(0, 0, 1.0, (True, True, True, True))])
+    grpo = Grpo(GrpoOptions(surrogate="cispo", clip=0.2, clip_high=0.3, importance_cap=2, importance_floor=0.5))
+    # Ratios 1.5 (bounded to 1.3), 0.9, 0.5 (to 0.8) and 1; importance 1, 2, 1.6 and 0.4, which is below the floor.
+    old = torch.tensor([0.5, 0.5, 0.4, 0.5], dtype=torch.float64).log()
+    current = (old + torch.tensor([1.5, 0.9, 0.5, 1.0], dtype=torch.float64).log()).requires_grad_()
+    behaviour = old - torch.tensor([1.0, 2.0 - 1e-9, 1.6, 0.4], dtype=torch.float64).log()
+    advantages = torch.tensor([2.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+    loss, metrics = grpo.loss(samples, Logprobs(current, old, behaviour), advantages, grpo.weights(samples))
+    gradient = torch.autograd.grad(loss, current)[0] * 4
+    assert gradient.tolist() == pytest.approx([-1.3 * 2, -0.9 * 2, 0.8 * 1.6, 0.0])
+    expected = -(1.3 * 2 * math.log(0.75) + 0.9 * 2 * math.log(0.45) - 0.8 * 1.6 * math.log(0.2)) / 4
+    assert loss.item() == pytest.approx(expected)
+    assert metrics["clip_fraction"].item() == 0.5
+    assert metrics["importance_mean"].item() == pytest.approx((1 + 2 + 1.6 + 0) / 4)
+
+
 @pytest.mark.parametrize("scale", [1.0, -1.0, 1e6, 1e-6])
 def test_equal_groups_have_exactly_zero_advantage(scale: float) -> None:
     """Also where the last bits differ, since the parts of a reward were added in another order."""
