@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agl_core import kinds
+from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.types import Episode, Reward, ToolResult, ToolStatus, Transition, episode_return
 from agl_rewards.air import MALFORMED, tool_terms
@@ -181,6 +182,20 @@ class TestAir:
         assert values == [near([0.3 * 4 / 3, 0.3 * -2 / 3, 0.3 * -2 / 3])], "a mean of -1/3 over three calls"
         later = [Step(tools=(("found_by_search", ToolStatus.OK),)), Step(tools=(("fetch", ToolStatus.OK),))]
         assert air(group([(later, 0.0)])) == [[0.0, 0.0]]
+
+    def test_a_made_up_name_is_seen_in_what_was_recorded(self, air: AirRule) -> None:
+        def recorded(rollout: str, tool: str, result: str) -> Episode:
+            asks = {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": {"name": tool}}]}
+            tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+            answered = [asks, {"role": "tool", "tool_call_id": "c1", "content": result}]
+            calls = [
+                make.call(0, make.choice(message=asks), rollout=rollout, request={"messages": [], "tools": tools}),
+                make.call(1, rollout=rollout, request={"messages": answered, "tools": tools}),
+            ]
+            return build_episode(make.rollout(rollout), make.attempt(rollout), calls, [])
+
+        episodes = [recorded("a", "look", "22 °C"), recorded("b", "look_2", "Error: there is no tool look_2")]
+        assert air(episodes) == [near([0.3, 0.0]), near([-0.3, 0.0])]
 
     def test_where_no_tools_are_offered_a_made_up_name_is_worth_nothing(self, air: AirRule) -> None:
         """As a call without a tool is: a text agent's tools are not known."""
