@@ -50,6 +50,7 @@ CASES = {
         "grpo", {"beta": 0, "ratio": "sequence", "clip": 0.01, "clip_high": 0.02, "epochs": 2}
     ),
     "GRPO with an entropy bonus": Case("grpo", {"entropy": 0.05, "epochs": 2}),
+    "GRPO of credited advantages (CISPO)": Case("grpo", {"surrogate": "cispo", "epochs": 2}, CreditKind.ADVANTAGE),
     "DPO": Case("dpo", {}),
     "GRPO, two passes in three minibatches": Case("grpo", {"beta": 0.04, "epochs": 2, "minibatches": 3}),
     "PPO with its critic": Case("ppo", {"critic_learning_rate": 1e-3, "epochs": 2, "critic_epochs": 2, "lam": 0.9}),

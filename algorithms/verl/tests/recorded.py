@@ -20,6 +20,7 @@ from agl_core.builtin import identical, immediate
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.testing import episodes as make
 from agl_core.types import Batch, CreditKind, Episode, Reward
+from agl_rewards.group_credit import grouped
 
 VERSION, MAX_STALENESS = 3, 1
 """The trainer's version, and how old an episode may be: some are of this version, some one older, one two older."""
@@ -30,6 +31,7 @@ AFRESH = 0.25
 """The share of calls that do not continue the one before."""
 WEIGHTS = (1.0, 0.5, 2.0)
 """Of the groups, in turns."""
+RULES = {CreditKind.RETURN: identical, CreditKind.REWARD: immediate, CreditKind.ADVANTAGE: grouped}
 
 
 class Kind(StrEnum):
@@ -56,7 +58,7 @@ def record(
     random, changed = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     episodes = [_episode(random, changed, rollout, rollouts, vocabulary, others) for rollout in range(rollouts)]
     groups = [episodes[start : start + 3] for start in range(0, rollouts, 3)]
-    rule = identical if kind is CreditKind.RETURN else immediate
+    rule = RULES[kind]
     weights = [WEIGHTS[n % len(WEIGHTS)] for n in range(len(groups))]
     credit = {"default": PolicyCredit(rule.__name__, rule, kind)}
     plan = BatchPlan(credit, (TRAINED,), max_staleness=MAX_STALENESS)
