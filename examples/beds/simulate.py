@@ -7,7 +7,7 @@ rules of credit can be compared over many seeds.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from bed_plugin import draw
-from beds import LETTERS, Game, Outcome, Policy, State, Worth, letter, outcomes
+from beds import LETTERS, Outcome, Policy, State, Worth, letter, outcomes
 
 from agl_chat.backends import Request, SampledToken
 from agl_core import CreditKind, kinds
@@ -32,7 +32,6 @@ from agl_torch.loading import load_model
 from agl_torch.sampler import Sampler
 from agl_torch.trainer import PolicyTrainer
 
-POLICY = Path(__file__).with_name("policy")
 GROUPS, GROUP_SIZE = 6, 8
 """Games of a step, and rollouts of each."""
 ORACLE = "oracle"
@@ -52,13 +51,36 @@ class Arm:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Rules:
+    """Games of a kind. Their states are `State`, or whatever else has a prompt and a turn."""
+
+    policy: Path
+    draw: Callable[..., Any]
+    """A game by chance, from a cell's settings."""
+    first: Callable[[Any], Any]
+    turn: Callable[[Any, str, np.random.Generator], Outcome]
+    """What comes of a letter in a state."""
+    held_out: Cell = field(default_factory=dict)
+    """The settings in which the games of an evaluation are others."""
+
+
+def turn(state: State, letter: str, rng: np.random.Generator) -> Outcome:
+    possible = outcomes(state, letter)
+    return possible[rng.choice(len(possible), p=[each.chance for each in possible])]
+
+
+BEDS = Rules(Path(__file__).with_name("policy"), draw, State.first, turn)
+
+
 class Simulation:
     """A policy that plays and learns."""
 
-    def __init__(self, arm: Arm, seed: int, learning_rate: float) -> None:
+    def __init__(self, arm: Arm, seed: int, learning_rate: float, rules: Rules = BEDS) -> None:
         torch.manual_seed(seed)
         plugins = Plugins.load()
-        spec = PolicySpec(str(POLICY), "float32", optimizer=OptimizerSection(learning_rate=learning_rate))
+        spec = PolicySpec(str(rules.policy), "float32", optimizer=OptimizerSection(learning_rate=learning_rate))
+        self._rules = rules
         load = partial(load_model, spec, torch.device("cpu"), seed)
         self._loaded, self._rng = load(), np.random.default_rng(seed)
         self._sampler = Sampler(self._loaded, cache_bytes=1 << 26)
@@ -83,7 +105,7 @@ class Simulation:
         kind = yields if isinstance(yields, CreditKind) else CreditKind.REWARD if owns_time else CreditKind.RETURN
         return PolicyCredit(arm.credit, component.build(options), kind)
 
-    def learn(self, games: Sequence[Game]) -> list[Episode]:
+    def learn(self, games: Sequence[Any]) -> list[Episode]:
         """A step of training on a group of each game; the episodes that it learned from."""
         episodes = self.play([game for game in games for _ in range(GROUP_SIZE)])
         groups = [episodes[i : i + GROUP_SIZE] for i in range(0, len(episodes), GROUP_SIZE)]
@@ -96,17 +118,16 @@ class Simulation:
             self._sampler.new_version(self._trainer.version)
         return episodes
 
-    def play(self, games: Sequence[Game]) -> list[Episode]:
+    def play(self, games: Sequence[Any]) -> list[Episode]:
         """A rollout of each game, all at the same time."""
-        states: list[State | None] = [State.first(game) for game in games]
+        states = [self._rules.first(game) for game in games]
         transitions, rewards = [list[Transition]() for _ in games], [0.0] * len(games)
         self._made = {}
         while playing := [(i, state) for i, state in enumerate(states) if state is not None]:
             prompts = [self._prompts(state.prompt) for _, state in playing]
             for (i, state), token, ids in zip(playing, self._replies(prompts), prompts, strict=True):
                 said = self._letters(token.id)
-                possible = outcomes(state, said)
-                outcome = possible[self._rng.choice(len(possible), p=[each.chance for each in possible])]
+                outcome = self._rules.turn(state, said, self._rng)
                 transitions[i].append(_transition(f"r{i}", state, outcome, ids, token))
                 self._made[transitions[i][-1].key] = state, said
                 states[i], rewards[i] = outcome.after, outcome.reward
@@ -167,18 +188,20 @@ def _transition(name: str, state: State, outcome: Outcome, prompt_ids: Tokens, t
     )
 
 
-def run(cell: Cell, arm: Arm, seed: int, learning_rate: float, steps: int = 25, held_out: int = 200) -> dict[str, Any]:
+def run(
+    cell: Cell, arm: Arm, seed: int, learning_rate: float, steps: int = 25, held_out: int = 200, rules: Rules = BEDS
+) -> dict[str, Any]:
     """Train and evaluate: the mean reward and the share of tool calls that work in each step, and the reward after."""
     torch.set_num_threads(1)
-    simulation, rng = Simulation(arm, seed, learning_rate), random.Random(f"train/{seed}")
+    simulation, rng = Simulation(arm, seed, learning_rate, rules), random.Random(f"train/{seed}")
     rewards, worked = list[float](), list[float]()
     for _ in range(steps):
-        episodes = simulation.learn([draw(rng, **cell) for _ in range(GROUPS)])
+        episodes = simulation.learn([rules.draw(rng, **cell) for _ in range(GROUPS)])
         rewards.append(fmean(episode.terminal or 0.0 for episode in episodes))
         results = [result.status is ToolStatus.OK for e in episodes for t in e.transitions for result in t.tool_results]
         worked.append(fmean(results) if results else 0.0)
     rng = random.Random(f"eval/{seed}")
-    after = simulation.play([draw(rng, **cell) for _ in range(held_out)])
+    after = simulation.play([rules.draw(rng, **{**cell, **rules.held_out}) for _ in range(held_out)])
     return {
         "rewards": [round(reward, 4) for reward in rewards],
         "tools_ok": [round(share, 3) for share in worked],
