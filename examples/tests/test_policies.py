@@ -36,6 +36,8 @@ QUICKLY_MADE = ("calc", "beds")
 
 @pytest.fixture(scope="module", params=EXAMPLES)
 def policy(request: pytest.FixtureRequest) -> Made:
+    if request.param == "textworld":
+        pytest.importorskip("textworld.generator", reason="make textworld installs it")
     recipe = importlib.import_module(f"make_{request.param}").RECIPE
     folder = FOLDER / request.param / "policy"
     return Made(folder, recipe.shown, recipe.shape, AutoTokenizer.from_pretrained(folder))

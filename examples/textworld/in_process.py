@@ -10,8 +10,7 @@ from typing import Any
 from games import Game, State
 from textworld_plugin import SEEDS
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "beds"))
+sys.path.append(str(Path(__file__).parents[1] / "beds"))
 from beds import Outcome
 from simulate import Rules
 
@@ -25,4 +24,4 @@ def turn(state: State, letter: str, rng: Any) -> Outcome:
     return Outcome(1.0, float(after.won), None if after.over else after, "textworld", after.worked)  # type: ignore[arg-type]
 
 
-RULES = Rules(HERE / "policy", draw, State.first, turn, held_out={"split": "eval"})
+RULES = Rules(Path(__file__).with_name("policy"), draw, State.first, turn, held_out={"split": "eval"})

@@ -30,7 +30,9 @@ def played(number: int) -> list[tuple[str, str, list[str]]]:
         calls.append((state.prompt, letters[command], [*letters.values()]))
         if rng.random() > SKILL:
             command = rng.choice([*letters])
-        actions = dict(zip(naming.gen_commands_from_actions(progress.valid_actions), progress.valid_actions, strict=True))
+        actions = dict(
+            zip(naming.gen_commands_from_actions(progress.valid_actions), progress.valid_actions, strict=True)
+        )
         progress.update(actions[command])
         state = state.after(letters[command])
     return calls
@@ -46,7 +48,8 @@ def conversation(seed: int, index: int) -> list[Message]:
 RECIPE = Recipe(
     Demonstrations(conversation, []),
     Shape(vocabulary=420, hidden=64, layers=3, heads=4, kv_heads=4, initializer_range=0.12),
-    steps=1000,
+    steps=300,
+    batch=48,
     learning_rate=3e-3,
     reading=0.0,
 )
