@@ -34,8 +34,9 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "beds"))
 from beds import Bed
 from measured import without_words
-from simulate import GROUP_SIZE, GROUPS, ORACLE, Arm, run
+from simulate import BEDS, GROUP_SIZE, GROUPS, ORACLE, Arm, Rules, run
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 RESULTS, PAGE = (Path(__file__).with_name(name) for name in ("credit.json", "experiments.md"))
 SEEDS, TUNING_SEEDS, STEPS = 12, 2, 25
 RATES = (2e-3, 4e-3)
@@ -50,6 +51,7 @@ CELLS: Mapping[str, Mapping[str, Any]] = {
     "misleading, 20 calls, 2%": {"bed": Bed.ERRAND, "level": "lamb", "things": 8, "calls": 20, "wrong_ok": 0.9},
     "walk, 20 calls, 1%": {"bed": Bed.WALK, "level": "frog", "calls": 20},
     "luck, 20 calls, 26%": {"bed": Bed.ERRAND, "level": "frog", "things": 8, "calls": 20, "luck": 0.5},
+    "TextWorld, 20 calls": {"calls": 20},
 }
 """Games, by what the policy wins before training."""
 TUNED = ("errand, 20 calls, 10%", "walk, 20 calls, 1%")
@@ -80,8 +82,18 @@ class Experiment:
         return f"{self.cell}/{self.arm}/{self.rate:g}/{self.seed}"
 
     def run(self) -> dict[str, Any]:
-        result = run(CELLS[self.cell], ARMS[self.arm], self.seed, self.rate, STEPS)
-        return {**result, "digest": digest()}
+        result = run(CELLS[self.cell], ARMS[self.arm], self.seed, self.rate, STEPS, rules=rules_of(self.cell))
+        return {**result, "digest": digest(self.cell)}
+
+
+def rules_of(cell: str) -> Rules:
+    """Imports TextWorld only where it is played: `make textworld` installs it."""
+    if cell != TEXTWORLD:
+        return BEDS
+    sys.path.append(str(EXAMPLES / "textworld"))
+    from in_process import RULES
+
+    return RULES
 
 
 def tuning() -> Iterator[Experiment]:
@@ -96,7 +108,7 @@ def compared(results: Mapping[str, Any]) -> Iterator[Experiment]:
     rates = chosen_rates(results)
     for seed in range(SEEDS if rates else 0):
         for cell in CELLS:
-            yield from (Experiment(cell, arm, rates[arm], seed) for arm in ARMS)
+            yield from (Experiment(cell, arm, rates[arm], seed) for arm in ARMS if (cell, arm) != UNKNOWN)
 
 
 def chosen_rates(results: Mapping[str, Any]) -> dict[str, float]:
@@ -140,17 +152,17 @@ def in_parallel(experiments: Iterable[Experiment], until: float = float("inf")) 
 def read() -> dict[str, Any]:
     """The results that today's games, policy and rules would give again."""
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    return {name: result for name, result in results.items() if result["digest"] == digest()}
+    return {name: result for name, result in results.items() if result["digest"] == digest(name.split("/")[0])}
 
 
 @cache
-def digest() -> str:
+def digest(cell: str) -> str:
     """Of what decides a result, but agl's engine and algorithms: games, policy, and the rules that compare calls."""
-    root = Path(__file__).parents[1]
-    code = [root / "examples" / "beds" / f"{name}.py" for name in ("beds", "bed_plugin", "simulate")]
-    code += [root / "rewards" / "agl_rewards" / f"{name}.py" for name in ("air", "group_credit")]
+    code = [EXAMPLES / "beds" / f"{name}.py" for name in ("beds", "bed_plugin", "simulate")]
+    code += [EXAMPLES.parent / "rewards" / "agl_rewards" / f"{name}.py" for name in ("air", "group_credit")]
+    code += [EXAMPLES / "textworld" / f"{name}.py" for name in ("games", "in_process") if cell == TEXTWORLD]
     made = hashlib.sha256("".join(without_words(file.read_text()) for file in code).encode())
-    for file in sorted((root / "examples" / "beds" / "policy").iterdir()):
+    for file in sorted((EXAMPLES / ("textworld" if cell == TEXTWORLD else "beds") / "policy").iterdir()):
         made.update(file.read_bytes())
     return made.hexdigest()[:16]
 
@@ -234,7 +246,9 @@ class Hypothesis:
 
 SHORT, LONG = "errand, 5 calls, 1%", "errand, 40 calls, 1%"
 RARE, OFTEN = "errand, 20 calls, 0.5%", "errand, 20 calls, 10%"
-FARM, MISLEADING, WALK, LUCK = [*CELLS][4:]
+FARM, MISLEADING, WALK, LUCK, TEXTWORLD = [*CELLS][4:]
+UNKNOWN = (TEXTWORLD, "oracle")
+"""No run: what a call is worth there is not known."""
 
 
 def _growth(results: Mapping[str, Any]) -> np.ndarray:
@@ -346,8 +360,7 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
             yield f"| {cell} | {' | '.join(_mean(results, cell, arm, rates[arm], of) for arm in ARMS)} |"
     yield from ("", f"| rollouts to half, median | {' | '.join(ARMS)} |", "|---" * (len(ARMS) + 1) + "|")
     for cell in CELLS:
-        medians = [float(np.median(_values(results, cell, arm, rates[arm], rollouts_to_half))) for arm in ARMS]
-        yield f"| {cell} | {' | '.join('never' if np.isinf(m) else f'{m:.0f}' for m in medians)} |"
+        yield f"| {cell} | {' | '.join(_median(results, cell, arm, rates[arm]) for arm in ARMS)} |"
 
 
 def _values(results: Mapping[str, Any], cell: str, arm: str, rate: float, of: Callable[[Any], float]) -> list[float]:
@@ -357,7 +370,12 @@ def _values(results: Mapping[str, Any], cell: str, arm: str, rate: float, of: Ca
 
 def _mean(results: Mapping[str, Any], cell: str, arm: str, rate: float, of: Callable[[Any], float]) -> str:
     values = _values(results, cell, arm, rate, of)
-    return f"{fmean(values):.3f} ({min(values):.2f}–{max(values):.2f})"
+    return f"{fmean(values):.3f} ({min(values):.2f}–{max(values):.2f})" if values else ""
+
+
+def _median(results: Mapping[str, Any], cell: str, arm: str, rate: float) -> str:
+    values = _values(results, cell, arm, rate, rollouts_to_half)
+    return "" if not values else "never" if np.isinf(median := np.median(values)) else f"{median:.0f}"
 
 
 def quick() -> None:
