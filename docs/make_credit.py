@@ -51,7 +51,7 @@ CELLS: Mapping[str, Mapping[str, Any]] = {
     "misleading, 20 calls, 2%": {"bed": Bed.ERRAND, "level": "lamb", "things": 8, "calls": 20, "wrong_ok": 0.9},
     "walk, 20 calls, 1%": {"bed": Bed.WALK, "level": "frog", "calls": 20},
     "luck, 20 calls, 26%": {"bed": Bed.ERRAND, "level": "frog", "things": 8, "calls": 20, "luck": 0.5},
-    "TextWorld, 20 calls": {"calls": 20},
+    "TextWorld, 20 calls, 3%": {"calls": 20},
 }
 """Games, by what the policy wins before training."""
 TUNED = ("errand, 20 calls, 10%", "walk, 20 calls, 1%")

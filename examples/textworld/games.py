@@ -31,7 +31,7 @@ class Game:
     seed: int
     rooms: int = 4
     objects: int = 6
-    moves: int = 10
+    moves: int = 8
     """About the length of the quest's walkthrough."""
     calls: int = 20
 

@@ -12,7 +12,7 @@ from textworld.generator.inform7 import Inform7Game
 
 SEEDS = range(2000, 2100)
 """Quests of their own: neither training nor evaluation has them."""
-GAMES_OF_A_SEED = 6
+GAMES_OF_A_SEED, MOVES = 6, 10  # Quests a little longer than the ones that are trained on.
 SKILL = 0.5
 """How often the player gives TextWorld's command; else any admissible one."""
 
@@ -21,7 +21,7 @@ SKILL = 0.5
 def played(number: int) -> list[tuple[str, str, list[str]]]:
     """The prompts of a game, with TextWorld's letter and all letters of each; it ends where the quest cannot be won."""
     rng = random.Random(number)
-    state = State.first(Game(SEEDS[number // GAMES_OF_A_SEED]))
+    state = State.first(Game(SEEDS[number // GAMES_OF_A_SEED], moves=MOVES))
     progress, naming = GameProgression(state.game.quest), Inform7Game(state.game.quest)
     calls = []
     while not state.over and (best := progress.winning_policy):
