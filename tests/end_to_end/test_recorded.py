@@ -57,14 +57,14 @@ field = "result"
 def conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of each problem one that solves it, and two that do not, as another program might have recorded them."""
     monkeypatch.syspath_prepend(str(CALC))
-    from make_calc import TOOLS, behave, guess, ignore_result, solve_it
+    from make_calc import TOOLS, Behaviour, behave
     from problems import Split, problem
 
     file = tmp_path / "chats.jsonl"
     with file.open("w") as lines:
         for index in range(200):
             sum_ = problem(Split.TRAIN, 7, index)
-            for behaviour, reward in ((solve_it, 1), (guess, 0), (ignore_result, 0)):
+            for behaviour, reward in ((Behaviour.SOLVE, 1), (Behaviour.GUESS, 0), (Behaviour.IGNORE_RESULT, 0)):
                 conversation = {"messages": behave(behaviour, sum_), "tools": TOOLS, "result": sum_.result}
                 lines.write(json.dumps({"id": str(index), "reward": reward, **conversation}) + "\n")
     for name in ("make_calc", "problems", "calculator"):
