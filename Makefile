@@ -158,7 +158,7 @@ oracles: $(ORACLES)/.installed ## Compare the algorithms with veRL and TRL thems
 trackers: $(TRACKERS)/.installed ## Test the trackers with W&B and MLflow themselves, and a real MLflow server
 	@$(TRACKERS)/bin/python -m pytest server/tests/trackers
 
-textworld: $(VENV)/.textworld ## Install TextWorld (300 MB) and test its example
+textworld: $(VENV)/.textworld ## Install TextWorld (200 MB) and test its example
 	@$(PYTEST) examples/textworld/tests
 
 bench-server: install ## Measure the Lightning Server (five minutes, on a quiet machine); AGAINST=FOLDER compares with another checkout
