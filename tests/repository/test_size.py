@@ -16,15 +16,15 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 45812,
-    "files of the product": 229,
-    "lines of the core": 15060,
-    "lines of the server": 12650,
-    "lines of the largest room of both": 2890,
+    "lines of the product": 46290,
+    "files of the product": 231,
+    "lines of the core": 15040,
+    "lines of the server": 12840,
+    "lines of the largest room of both": 2895,
     "modules in a circle of imports": 0,
-    "lines of all Python": 101500,
+    "lines of all Python": 103890,
     "files that one call passes": 36,
-    "settings": 158,
+    "settings": 168,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""
