@@ -184,7 +184,7 @@ def _run(run: Path) -> Findings:
     if not health.alarms:
         steps = len(health.verdicts)
         yield Finding("ok", "alarms", f"none in {steps} steps" if steps else "no step was made yet")
-    if facts := read_credit(folder):
+    if entry.steps and (facts := read_credit(folder)):
         yield Finding("ok", "credit", "; ".join(facts.lines()))
         yield Finding("ok", "advice", facts.advice)
     if entry.state == "running":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from agl_core import capture
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Ending, Mode
 from agl_core.wire import OPERATOR_KEY, WORKER_KEY
+from agl_server.store.sqlite import SqliteStore
 
 from .conftest import Bench
 
@@ -278,6 +280,12 @@ def test_a_run_without_steps_one_with_alarms_and_one_with_a_damaged_line(agl: Ag
 
     (tmp_path / "config.toml").write_text("config_version = 1\n[train]\nsteps = 3\n")
     assert doctor() == (0, f"ok    run: {tmp_path}: stopped, 0 steps made\nok    alarms: no step was made yet\n")
+
+    async def make_store() -> None:
+        async with SqliteStore(tmp_path / "store.sqlite"):
+            pass
+
+    asyncio.run(make_store())
     alarm = '{"name": "truncated", "seen": "0.4 are cut", "remedy": "Raise it."}'
     (tmp_path / "metrics.jsonl").write_text(
         f'{{"step": 1, "kind": "train", "alarm/truncated": 1.0, "alarms": [{alarm}]}}\n'
