@@ -22,7 +22,7 @@ BOUNDS = {
     "lines of the server": 12840,
     "lines of the largest room of both": 2895,
     "modules in a circle of imports": 0,
-    "lines of all Python": 103890,
+    "lines of all Python": 103900,
     "files that one call passes": 36,
     "settings": 168,
 }
