@@ -342,7 +342,7 @@ def holm(values: Sequence[float]) -> list[float]:
 def tables(results: Mapping[str, Any]) -> Iterator[str]:
     rates = chosen_rates(results)
     if not rates or not len(paired(results, [*CELLS][-1], [*ARMS][-1])):
-        yield "*The runs have not been made yet.*"
+        yield f"*{len(results)} runs are made, too few for tables.*"
         return
     seeds = len(paired(results, [*CELLS][-1], [*ARMS][-1]))
     yield f"Seeds so far: {seeds} of {SEEDS}. Step sizes: {', '.join(f'{arm} {rates[arm]:g}' for arm in ARMS)}."
