@@ -157,7 +157,7 @@ def read() -> dict[str, Any]:
 
 @cache
 def digest(cell: str) -> str:
-    """Of what decides a result, but agl's engine and algorithms: games, policy, and the rules that compare calls."""
+    """The digest of games, policy and the rules that compare calls; agl's engine and algorithms are not in it."""
     code = [EXAMPLES / "beds" / f"{name}.py" for name in ("beds", "bed_plugin", "simulate")]
     code += [EXAMPLES.parent / "rewards" / "agl_rewards" / f"{name}.py" for name in ("air", "group_credit")]
     code += [EXAMPLES / "textworld" / f"{name}.py" for name in ("games", "in_process") if cell == TEXTWORLD]

@@ -19,7 +19,7 @@ from agl_core.types import Episode, Task
 
 @agl_core.reward_rule
 def earned(episode: Episode) -> float:
-    """What the end of the game earned."""
+    """The reward at the end of the game."""
     return float(episode.result or 0.0)
 
 

@@ -75,7 +75,7 @@ class Game:
 
 @dataclass(frozen=True)
 class State:
-    """Where a game is before a call."""
+    """The place of a game before a call."""
 
     game: Game
     turn: int = 0
@@ -193,7 +193,7 @@ def habits(state: State) -> Mapping[str, float]:
 
 
 class Worth:
-    """What states and letters are worth while a policy plays."""
+    """The worth of states and letters while a policy plays."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

@@ -60,7 +60,7 @@ class Rules:
     """A game by chance, from a cell's settings."""
     first: Callable[[Any], Any]
     turn: Callable[[Any, str, np.random.Generator], Outcome]
-    """What comes of a letter in a state."""
+    """The outcome of a letter in a state."""
     held_out: Cell = field(default_factory=dict)
     """The settings in which the games of an evaluation are others."""
 

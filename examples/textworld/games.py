@@ -65,7 +65,7 @@ class State:
 
     @property
     def commands(self) -> Mapping[str, Facts]:
-        """What each admissible command makes of the facts."""
+        """The facts after each admissible command."""
         return _commands(self.game, self.facts)
 
     @property

@@ -126,18 +126,14 @@ def _gradient_spike(steps: Sequence[Numbers], limit: float) -> str | None:
 
 
 def _tools_farmed(steps: Sequence[Numbers], limit: float) -> str | None:
-    worked, rewards = ([step.get(key) for step in steps] for key in ("tool_results/ok", "reward/mean"))
-    start, now = _last(worked[:2], 2), _last(worked[2:], 3)
-    before, after = _last(rewards[:2], 2), _last(rewards[2:], 3)
-    if start is None or now is None or before is None or after is None:
+    seen = [*steps[:2], *steps[2:][-3:]]
+    worked, rewards = ([step[key] for step in seen if key in step] for key in ("tool_results/ok", "reward/mean"))
+    if len(worked) < 5 or len(rewards) < 5:
         return None
-    rise, noise = min(now) - fmean(start), 0.01 * max(map(abs, (*before, *after)))
-    if rise < limit or fmean(after) > fmean(before) + noise:
+    start, before, after = fmean(worked[:2]), fmean(rewards[:2]), fmean(rewards[2:])
+    if min(worked[2:]) - start < limit or after - before > 0.01 * max(map(abs, rewards)):
         return None
-    return (
-        f"{fmean(now):.0%} of the tool calls work in the last 3 steps, {fmean(start):.0%} in the first 2, and the "
-        f"reward went from {fmean(before):.3g} to {fmean(after):.3g}"
-    )
+    return f"{fmean(worked[2:]):.0%} of the tool calls work, {start:.0%} at first, for a reward of {after:.3g}"
 
 
 def _last(values: Sequence[float | None], count: int) -> list[float] | None:
@@ -311,14 +307,12 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
     ),
     AlarmName.TOOLS_FARMED: AlarmFacts(
         "The policy learns to call tools that work, not to do the task: a reward for tool results pays for that.",
-        "Read some rollouts (agl show ROLLOUT). Give tool results less weight or none (credit.air.beta, its form "
-        "'two-level' and not 'mixed', the weights of tool_results), and see in agl doctor RUN whether tools that work "
-        "go with success at all.",
+        "See in agl doctor RUN whether tools that work go with success. Give tool results less weight or none "
+        "(credit.air.beta, its form 'two-level', the weights of tool_results).",
         Signal(
             0.1,
             _tools_farmed,
-            "The share of tool calls that work is in each of 3 steps at least {} above that of the first 2, and the "
-            "mean reward is not above theirs.",
+            "In each of 3 steps {} more of the tool calls work than in the first 2, and the reward is no higher.",
         ),
     ),
     AlarmName.EMPTY_ANSWERS: AlarmFacts(

@@ -1,4 +1,4 @@
-"""What recorded rollouts say of credit: is there contrast, do states repeat, do tools that work go with success?"""
+"""The advice of recorded rollouts on credit: is there contrast, do states repeat, do tools work where they succeed?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `agl doctor RUN` says of credit: from recorded rollouts, which it counts, to the rule that follows."""
+"""Credit in `agl doctor RUN`: from recorded rollouts, which it counts, to the rule that follows."""
 
 from __future__ import annotations
 
