@@ -32,7 +32,7 @@ CONFIGURATIONS: list[str] = re.findall(r"^\s*```toml\n(.*?)^\s*```$", PAGE, re.M
 MADE = {
     kinds.REWARD: {"brevity", "calculated", "cited", "shortest"},
     kinds.CREDIT: {"relative"},
-    kinds.ALGORITHM: {"cispo", "rloo"},
+    kinds.ALGORITHM: {"rloo", "sapo"},
     kinds.TASK_SOURCE: {"sums"},
     kinds.TRACKER: {"reward_curve"},
     kinds.STORE: {"fast_disk"},
@@ -114,7 +114,9 @@ async def test_the_examples_work_as_a_users_own_files(files: list[Path], tmp_pat
     assert built(kinds.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]
     assert built(kinds.REWARD, "shortest").reward([short]) == [None]
     assert built(kinds.CREDIT, "relative", gamma=0.5)([short, long]) == [[0.0, 0.5], [-0.5, -0.5]]
-    assert built(kinds.ALGORITHM, "cispo", clip=0.1).clip == (0.1, 0.1)
+    assert built(kinds.ALGORITHM, "sapo", temperature=2.0).options.temperature == 2.0
+    with pytest.raises(ValueError, match="'clip' has no effect here: sapo has no clip range"):
+        built(kinds.ALGORITHM, "sapo", clip=0.1)
     sums = built(kinds.TASK_SOURCE, "sums", Path(), 0, count=3)
     assert (sums.size, sums.task(2).input, sums.task(2).metadata) == (3, "2 + 2 = ?", {"result": "4"})
     engine = built(kinds.ENGINE, "endpoint", SimpleNamespace(policies={"a": SimpleNamespace(model="m")}))
