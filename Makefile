@@ -245,8 +245,8 @@ $(ORACLES)/.installed: tests/oracles/constraints.txt core/pyproject.toml server/
 	@echo " done"
 	@touch $@
 
-$(VENV)/.textworld: $(STAMP)
-	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q textworld==1.7.0
+$(VENV)/.textworld: $(STAMP) constraints.txt
+	@PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q textworld
 	@touch $@
 
 $(TRACKERS)/.installed: VENV := $(TRACKERS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -104,11 +104,15 @@ def tuning() -> Iterator[Experiment]:
 
 
 def compared(results: Mapping[str, Any]) -> Iterator[Experiment]:
-    """Seed by seed, so that an interrupted page has all its rows first; empty until the rates are known."""
+    """Seed by seed, so that an interrupted page has rows of all cells; empty until the rates are known.
+
+    TextWorld, of which there is no hypothesis, comes last.
+    """
     rates = chosen_rates(results)
-    for seed in range(SEEDS if rates else 0):
-        for cell in CELLS:
-            yield from (Experiment(cell, arm, rates[arm], seed) for arm in ARMS if (cell, arm) != UNKNOWN)
+    played = [cell for cell in CELLS if cell != TEXTWORLD]
+    order = [*product(range(SEEDS), played), *product(range(SEEDS), [TEXTWORLD])]
+    for seed, cell in order if rates else ():
+        yield from (Experiment(cell, arm, rates[arm], seed) for arm in ARMS if (cell, arm) != UNKNOWN)
 
 
 def chosen_rates(results: Mapping[str, Any]) -> dict[str, float]:
@@ -226,7 +230,7 @@ def interval(differences: np.ndarray) -> str:
 def above(differences: np.ndarray, bound: float = 0.0) -> float:
     """The p of a mean above the bound by chance: the share of all sign changes with as high a mean."""
     centred = differences - bound
-    signs = np.array([*itertools.product((1, -1), repeat=len(centred))])
+    signs = np.array([*product((1, -1), repeat=len(centred))])
     return float(((signs * centred).mean(1) >= centred.mean() - 1e-12).mean())
 
 
@@ -341,10 +345,10 @@ def holm(values: Sequence[float]) -> list[float]:
 
 def tables(results: Mapping[str, Any]) -> Iterator[str]:
     rates = chosen_rates(results)
-    if not rates or not len(paired(results, [*CELLS][-1], [*ARMS][-1])):
+    seeds = len(paired(results, LUCK, [*ARMS][-1])) if rates else 0
+    if not seeds:
         yield f"*{len(results)} runs are made, too few for tables.*"
         return
-    seeds = len(paired(results, [*CELLS][-1], [*ARMS][-1]))
     yield f"Seeds so far: {seeds} of {SEEDS}. Step sizes: {', '.join(f'{arm} {rates[arm]:g}' for arm in ARMS)}."
     yield from ("", "| hypothesis | seen | p | Holm | holds |", "|---|---|---|---|---|")
     values = [hypothesis.p(results) for hypothesis in HYPOTHESES]
