@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,15 +30,18 @@ from make_readme import replaced
 
 from agl_core.types import AlarmName
 from agl_server.health.table import ALARMS
+from agl_view.charts import line_chart
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "beds"))
-from beds import Bed
+from beds import Bed, Worth
 from measured import without_words
-from simulate import BEDS, GROUP_SIZE, GROUPS, ORACLE, Arm, Rules, run
+from seeds import picture
+from simulate import BEDS, GROUP_SIZE, GROUPS, ORACLE, Arm, Rules, Simulation, run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RESULTS, PAGE = (Path(__file__).with_name(name) for name in ("credit.json", "experiments.md"))
+FIGURE = PAGE.with_name("pictures") / "credit.svg"
 SEEDS, TUNING_SEEDS, STEPS = 12, 2, 25
 RATES = (2e-3, 4e-3)
 """Each arm has the better one, by its mean area in `TUNED` on seeds of their own."""
@@ -126,9 +130,24 @@ def chosen_rates(results: Mapping[str, Any]) -> dict[str, float]:
     return {arm: max(RATES, key=lambda rate, arm=arm: areas[arm, rate]) for arm in ARMS}  # type: ignore[misc]
 
 
+def before(cell: str) -> str:
+    """The name of what the policy wins before training."""
+    return f"{cell}/before"
+
+
+def won_before(cell: str) -> float:
+    """The exact worth of a game before training, on average over twelve."""
+    simulation, rng = Simulation(ARMS["identical"], 0, RATES[0]), random.Random(0)
+    worth = Worth(simulation.shares_by_prompt())
+    return fmean(worth.value(BEDS.first(BEDS.draw(rng, **CELLS[cell]))) for _ in range(12))
+
+
 def complete(minutes: float) -> None:
     """Run what is missing, one process for each core; every result is kept as soon as its run ends."""
     until, results = time.monotonic() + 60 * minutes, read()
+    for cell in CELLS:
+        if cell != TEXTWORLD and before(cell) not in results:
+            results[before(cell)] = {"won": round(won_before(cell), 4), "digest": digest(cell)}
     for phase in (tuning, lambda: compared(results)):
         missing = [experiment for experiment in phase() if experiment.name not in results]
         for number, (experiment, result) in enumerate(in_parallel(missing, until), 1):
@@ -262,15 +281,12 @@ def _growth(results: Mapping[str, Any]) -> np.ndarray:
 
 
 def _ends(results: Mapping[str, Any], arm: str) -> np.ndarray:
-    rate = chosen_rates(results)[arm]
-    names = [Experiment(FARM, arm, rate, seed).name for seed in range(SEEDS)]
-    return np.array([after(results[name]) for name in names if name in results])
+    return np.array(values_of(results, FARM, arm, after))
 
 
 def _alarms(results: Mapping[str, Any]) -> list[bool]:
-    rates = chosen_rates(results)
-    names = [Experiment(MISLEADING, arm, rates[arm], n).name for arm in ("air", "air, mixed") for n in range(SEEDS)]
-    return [fired(results[name], by_step=5) for name in names if name in results]
+    arms = ("air", "air, mixed")
+    return [bool(f) for arm in arms for f in values_of(results, MISLEADING, arm, lambda r: fired(r, by_step=5))]
 
 
 OTHERS = [arm for arm in ARMS if arm not in ("identical", "immediate")]
@@ -349,37 +365,48 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
     if not seeds:
         yield f"*{len(results)} runs are made, too few for tables.*"
         return
-    yield f"Seeds so far: {seeds} of {SEEDS}. Step sizes: {', '.join(f'{arm} {rates[arm]:g}' for arm in ARMS)}."
-    yield from ("", "| hypothesis | seen | p | Holm | holds |", "|---|---|---|---|---|")
+    sizes = ", ".join(f"{arm} {rates[arm]:g}" for arm in ARMS)
+    textworld = len(values_of(results, TEXTWORLD, "identical", area))
+    yield f"Seeds so far: {seeds} of {SEEDS}, of TextWorld {textworld}. Step sizes: {sizes}."
+    yield from ("", "| | seen | p | Holm | holds |", "|---|---|---|---|---|")
     values = [hypothesis.p(results) for hypothesis in HYPOTHESES]
     for hypothesis, p, adjusted in zip(HYPOTHESES, values, holm(values), strict=True):
         holds = "yes" if adjusted < 0.05 else "no"
-        yield (
-            f"| **{hypothesis.name}** {hypothesis.says} | {hypothesis.seen(results)} | {p:.3f} | {adjusted:.3f} | "
-            f"{holds} |"
-        )
+        yield f"| **{hypothesis.name}** | {hypothesis.seen(results)} | {p:.3f} | {adjusted:.3f} | {holds} |"
     for title, of in (("area under the training reward", area), ("reward after, held-out", after)):
-        yield from ("", f"| {title} | {' | '.join(ARMS)} |", "|---" * (len(ARMS) + 1) + "|")
-        for cell in CELLS:
-            yield f"| {cell} | {' | '.join(_mean(results, cell, arm, rates[arm], of) for arm in ARMS)} |"
-    yield from ("", f"| rollouts to half, median | {' | '.join(ARMS)} |", "|---" * (len(ARMS) + 1) + "|")
-    for cell in CELLS:
-        yield f"| {cell} | {' | '.join(_median(results, cell, arm, rates[arm]) for arm in ARMS)} |"
+        yield from ("", f"| {title} | won before | {' | '.join(ARMS)} |", "|---" * (len(ARMS) + 2) + "|")
+        for cell, won in by_success(results).items():
+            means = (values_of(results, cell, arm, of) for arm in ARMS)
+            yield f"| {cell} | {won:.1%} | {' | '.join(f'{fmean(each):.2f}' if each else '' for each in means)} |"
 
 
-def _values(results: Mapping[str, Any], cell: str, arm: str, rate: float, of: Callable[[Any], float]) -> list[float]:
+def by_success(results: Mapping[str, Any]) -> dict[str, float]:
+    """The cells from the rarest success before training; of TextWorld, the mean of all first steps."""
+    won = {cell: results[before(cell)]["won"] for cell in CELLS if before(cell) in results}
+    if firsts := values_of(results, TEXTWORLD, "identical", lambda result: result["rewards"][0]):
+        won[TEXTWORLD] = fmean(firsts)
+    return dict(sorted(won.items(), key=lambda item: item[1]))
+
+
+def values_of(results: Mapping[str, Any], cell: str, arm: str, of: Callable[[Any], float]) -> list[float]:
+    rate = chosen_rates(results)[arm]
     names = [Experiment(cell, arm, rate, seed).name for seed in range(SEEDS)]
     return [of(results[name]) for name in names if name in results]
 
 
-def _mean(results: Mapping[str, Any], cell: str, arm: str, rate: float, of: Callable[[Any], float]) -> str:
-    values = _values(results, cell, arm, rate, of)
-    return f"{fmean(values):.3f} ({min(values):.2f}–{max(values):.2f})" if values else ""
-
-
-def _median(results: Mapping[str, Any], cell: str, arm: str, rate: float) -> str:
-    values = _values(results, cell, arm, rate, rollouts_to_half)
-    return "" if not values else "never" if np.isinf(median := np.median(values)) else f"{median:.0f}"
+def figure(results: Mapping[str, Any]) -> str:
+    """Rollouts to half, medians over seeds; cells are in the order of `by_success`. What never comes has no point."""
+    cells = [*by_success(results)]
+    lines = {
+        arm: [
+            (place, float(np.median(rollouts)))
+            for place, cell in enumerate(cells, 1)
+            if (rollouts := values_of(results, cell, arm, rollouts_to_half))
+        ]
+        for arm in ARMS
+    }
+    chart = line_chart("rollouts to half, by cells from the rarest success", "", lines)
+    return picture([chart] if chart else [])
 
 
 def quick() -> None:
@@ -411,6 +438,7 @@ def main() -> None:
     if not options.write:
         complete(options.minutes)
     text = "\n".join(tables(read()))
+    FIGURE.write_text(figure(read()))
     PAGE.write_text(replaced(PAGE.read_text(), "docs/make_credit.py", f"\n{text}\n"))
 
 

@@ -24,7 +24,9 @@ MODES = ("greedy", "sampled")
 STYLE = "text{font:11px sans-serif;fill:#333}.grid{stroke:#ddd}.line{fill:none}.bar{opacity:.18}.target{fill:none}" + (
     "".join(
         f".line.c{at}{{stroke:{colour}}}.bar.c{at},.dot.c{at}{{fill:{colour}}}"
-        for at, colour in enumerate(("#8a8f98", "#2563b8", "#c2571a"))
+        for at, colour in enumerate(
+            ("#8a8f98", "#2563b8", "#c2571a", "#2e8b57", "#8e44ad", "#b8860b", "#c0397b", "#17a2b8")
+        )
     )
 )
 """Of a picture, which stands alone; the pages of `agl view` have a style sheet."""
