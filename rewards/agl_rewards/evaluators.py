@@ -105,6 +105,8 @@ def overlong(
     >>> [*overlong(make.episode(long), limit=100, buffer=40).values()]
     [-0.75]
     """
+    if buffer > limit:
+        raise ConfigError(f"[rewards.overlong] buffer is {buffer}, above limit, {limit}: every response would lose.")
     lengths = {t.key: len(t.response_ids) for t in episode.transitions if t.response_ids is not None}
     return {
         key: max(-1.0, (limit - buffer - length) / buffer) for key, length in lengths.items() if length > limit - buffer

@@ -133,6 +133,11 @@ def test_a_response_near_the_limit_loses_as_in_dapo(lengths: list[int | None], l
             assert rewards[call.key] == -1
 
 
+def test_a_buffer_above_the_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="buffer is 11, above limit, 10"):
+        make.rule(kinds.REWARD, "overlong", limit=10, buffer=11)(make.episode(make.transition(response_ids=range(3))))
+
+
 ANSWERS = st.lists(st.sampled_from(["cat", "sat", "mat", "dog"]), max_size=6).map(" ".join)
 
 

@@ -86,8 +86,8 @@ class PolicyPlan:
 
     @property
     def credit_kind(self) -> CreditKind:
-        """The kind of the credited values; a rule that yields several leaves it to the algorithm."""
-        return min(self.algorithm.takes & self.credit.yields or self.credit.yields)
+        """The kind of the credited values: of several the one that the algorithm takes; returns if it takes none."""
+        return min(self.algorithm.takes & self.credit.yields or {CreditKind.RETURN})
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,6 +103,7 @@ def register_components(register: Register) -> None:
     register(kinds.ENGINE, "poor", built)
     register(kinds.ENGINE, "rich", built, provides={*provides, Capability.CRITIC})
     register(kinds.CREDIT, "either", built, yields={CreditKind.REWARD, CreditKind.RETURN})
+    register(kinds.CREDIT, "compared", built, yields=CreditKind.ADVANTAGE)
     register(kinds.CREDIT, "mixing", built, yields={CreditKind.RETURN}, provides={Capability.TOOL_RESULTS})
     register(kinds.STORE, "forgetting", built)
     register(kinds.TASK_SOURCE, "counting", built, options=CountingOptions)

@@ -125,7 +125,8 @@ def test_what_several_policies_share_is_told_once_with_their_names(loaded: Load)
         ("judging", "per_step", CreditKind.REWARD),
         ("judging", "either", CreditKind.REWARD),
         ("easy", "either", CreditKind.RETURN),
-        ("easy", "per_step", CreditKind.REWARD),
+        ("easy", "per_step", CreditKind.RETURN),
+        ("easy", "compared", CreditKind.RETURN),
     ],
 )
 def test_the_algorithm_decides_what_the_values_are(loaded: Load, algorithm: str, credit: str, kind: CreditKind) -> None:

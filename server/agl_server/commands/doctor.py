@@ -28,7 +28,7 @@ from agl_server.commands.upstreams import choose_key, choose_url, open_upstream
 from agl_server.health.alarms import who_waits
 from agl_server.health.verdict import read_health
 from agl_server.reading.credit import read_credit
-from agl_server.reading.runs import find_run, open_store, read_entry
+from agl_server.reading.runs import find_run, is_capture, open_store, read_entry
 from agl_server.training.metrics import Observer
 
 Target = Annotated[
@@ -184,7 +184,7 @@ def _run(run: Path) -> Findings:
     if not health.alarms:
         steps = len(health.verdicts)
         yield Finding("ok", "alarms", f"none in {steps} steps" if steps else "no step was made yet")
-    if entry.steps and (facts := read_credit(folder)):
+    if (entry.steps or is_capture(folder)) and (facts := read_credit(folder)):
         yield Finding("ok", "credit", "; ".join(facts.lines()))
         yield Finding("ok", "advice", facts.advice)
     if entry.state == "running":

@@ -14,6 +14,7 @@ from statistics import fmean
 from agl_core.learning.transitions import episode_of
 from agl_core.types import RecordedRollout, ToolStatus, are_equal
 from agl_server.reading.rollouts import RecordedRun, groups_of
+from agl_server.reading.runs import is_capture
 
 LATEST, READ_TOGETHER = 400, 50
 """The training rollouts that are looked at, at most (the newest), and those that are in memory at the same time."""
@@ -83,9 +84,10 @@ class _Played:
 
 
 def read_credit(folder: Path) -> CreditFacts | None:
-    """The facts of a run's newest training rollouts; None if no two rewards were compared."""
+    """The facts of a run's newest training or imported rollouts; None if no two rewards were compared."""
     run = RecordedRun(folder)
-    newest = [rollout for rollout in run.rollouts if rollout.mode.trains][-LATEST:]
+    is_recorded = is_capture(folder)  # Its rollouts are of no training, and those of a task are compared.
+    newest = [rollout for rollout in run.rollouts if is_recorded or rollout.mode.trains][-LATEST:]
     played = {
         r.rollout.id: _Played.of(r, r.terminal)
         for start in range(0, len(newest), READ_TOGETHER)

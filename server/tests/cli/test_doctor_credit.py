@@ -150,3 +150,19 @@ def test_rollouts_without_a_reward_or_a_group_or_for_training_say_nothing(empty:
 def test_a_long_run_is_read_from_its_end(empty: RecordedRun) -> None:
     record(empty, *[[Played(1.0)] * 100] * 2, *[[LOST] * 100] * 4)
     assert said(empty)["credit"].startswith("0 of 400 rollouts succeed")
+
+
+def test_imported_conversations_speak_for_a_rule_too(run: RecordedRun) -> None:
+    asks = {"role": "assistant", "tool_calls": [{"id": "t", "type": "function", "function": {"name": "look"}}]}
+    rows = [
+        {"id": f"task{n % 5}", "reward": reward, "messages": [
+            {"role": "user", "content": "go"}, asks,
+            {"role": "tool", "tool_call_id": "t", "content": result}, {"role": "assistant", "content": "done"}]}
+        for n in range(10) for reward, result in ((1.0, "a page"), (0.0, "Error: no page"))
+    ]  # fmt: skip
+    (run.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run.agl("import", "rows.jsonl").exit_code == 0
+    text = run.agl("doctor", "runs/imported").output
+    assert "credit: 10 of 20 rollouts succeed, and 100% of their groups differ; " in text
+    assert "; calls of look that work: 100% in successful rollouts, 0% in others" in text
+    assert "advice: credit 'air'" in text
