@@ -80,7 +80,7 @@ def grouped(
 
     GAE is arXiv 1506.02438, equation 16. The last call earns the terminal reward too.
 
-    Conserves: with λ = γ = 1 and without a shared state it is `identical`.
+    Conserves: with λ = γ = 1, without shared states and without rewards of single calls, it is `identical`.
     """
     if not episodes:
         return []

@@ -23,7 +23,7 @@ from agl_core.errors import CapabilityError, ServerError
 from agl_core.testing import episodes as make
 from agl_core.types import AlarmName, Task
 from agl_core.wire import OPERATOR_KEY, SERVER_FILE, WORKER_KEY
-from agl_server.health.alarms import alarms_of
+from agl_server.health.alarms import alarms_of, settings_of
 from agl_server.training.metrics import Observer
 from agl_server.training.run import local_server, new_run_dir, train
 
@@ -252,5 +252,9 @@ def test_a_tool_result_does_not_count_twice(bench: Bench) -> None:
 )
 def test_what_it_may_rest_on(bench: Bench, given: Mapping[str, Any], of_tool_results: bool, of_rewards: bool) -> None:
     names = {AlarmName.ASSERTED_TOOL_RESULTS: of_tool_results, AlarmName.ASSERTED_REWARDS: of_rewards}
-    raised = [name for name in alarms_of(bench.load(given)) if name in names]
+    loaded = bench.load(given)
+    raised = [name for name in alarms_of(loaded) if name in names]
     assert raised == [name for name, is_raised in names.items() if is_raised]
+    assert settings_of(loaded) == ({} if of_tool_results else {AlarmName.TOOLS_FARMED: False})
+    chosen = {**given, "alarms.tools_farmed": 0.2}
+    assert settings_of(bench.load(chosen)) == {AlarmName.TOOLS_FARMED: 0.2}, "as the run sets it"

@@ -97,16 +97,25 @@ def alarms_of(loaded: LoadedConfig) -> list[AlarmName]:
     if not loaded.is_rewarded:
         return []
     tables = loaded.config.rewards
-    rules = [chosen for name, chosen in loaded.rewards.items() if tables[name].weight]
-    counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
     names = [AlarmName.NO_REWARD, AlarmName.CONTRADICTED_TOOL_RESULTS]
     if loaded.config.agent is not None:
         names += [AlarmName.NO_RESULT, AlarmName.CACHED_REPLIES]
-    if any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting):
+    if _counts_tool_results(loaded):
         names.append(AlarmName.ASSERTED_TOOL_RESULTS)
     if not any(table.weight and any(mode.trains for mode in table.modes) for table in tables.values()):
         names.append(AlarmName.ASSERTED_REWARDS)
     return names
+
+
+def settings_of(loaded: LoadedConfig) -> Mapping[AlarmName, float | Literal[False]]:
+    """The run's `[alarms]`, which are off by default if they look at something that it does not reward."""
+    return ({} if _counts_tool_results(loaded) else {AlarmName.TOOLS_FARMED: False}) | loaded.config.alarms
+
+
+def _counts_tool_results(loaded: LoadedConfig) -> bool:
+    rules = [chosen for name, chosen in loaded.rewards.items() if loaded.config.rewards[name].weight]
+    counting = [*rules, *(plan.credit for plan in loaded.policies.values())]
+    return any(Capability.TOOL_RESULTS in chosen.component.provides for chosen in counting)
 
 
 def alarms_on(episodes: Sequence[Episode], names: Iterable[AlarmName]) -> list[Alarm]:

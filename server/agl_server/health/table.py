@@ -131,7 +131,8 @@ def _tools_farmed(steps: Sequence[Numbers], limit: float) -> str | None:
     if len(worked) < 5 or len(rewards) < 5:
         return None
     start, before, after = fmean(worked[:2]), fmean(rewards[:2]), fmean(rewards[2:])
-    if min(worked[2:]) - start < limit or after - before > 0.01 * max(map(abs, rewards)):
+    chance = 3 * math.sqrt(start * (1 - start) / min(filter(None, map(_responses, seen)), default=math.inf))
+    if min(worked[2:]) - start < max(limit, chance) or after - before > 0.01 * max(map(abs, rewards)):
         return None
     return f"{fmean(worked[2:]):.0%} of the tool calls work, {start:.0%} at first, for a reward of {after:.3g}"
 
@@ -312,7 +313,8 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
         Signal(
             0.1,
             _tools_farmed,
-            "In each of 3 steps {} more of the tool calls work than in the first 2, and the reward is no higher.",
+            "Tool results count in reward or credit, and in each of 3 steps {} more of the tool calls work than in the "
+            "first 2, beyond chance, for a reward that is no higher.",
         ),
     ),
     AlarmName.EMPTY_ANSWERS: AlarmFacts(

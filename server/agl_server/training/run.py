@@ -22,7 +22,7 @@ from agl_core.errors import CheckpointError, ConfigError, EngineError, StoreErro
 from agl_core.protocols import RecordedTasks
 from agl_core.wire import SERVER_FILE, ServerFile, take_key_of
 from agl_server.gateway.attempts import RunSettings, SourceFactory
-from agl_server.health.alarms import Watch, alarms_of
+from agl_server.health.alarms import Watch, alarms_of, settings_of
 from agl_server.health.verdict import METRICS_FILE, read_metrics
 from agl_server.http.keys import Keys
 from agl_server.server import LightningServer
@@ -107,7 +107,7 @@ async def train(
                     on_rollouts=alarms_of(loaded),
                     state=state,
                     watch=Watch(
-                        config.alarms,
+                        settings_of(loaded),
                         tuple(config.policies),
                         [line.values for line in read_metrics(run_dir) if line.kind == "train"],
                     ),

@@ -145,6 +145,13 @@ def test_tools_are_farmed_if_more_of_them_work_and_the_reward_does_not_rise(name
     assert raised == ([] if fires is None else [fires])
 
 
+@pytest.mark.parametrize(("rollouts", "fires"), [(100, True), (16, False)])
+def test_few_tool_calls_work_more_often_by_chance(rollouts: float, fires: bool) -> None:
+    size = {"rollouts": rollouts, "rollout/turns": 2.0}
+    steps = [{"reward/mean": 0.0, "tool_results/ok": ok, **size} for ok in (0.4, 0.4, 0.6, 0.55, 0.65)]
+    assert watched(Watch(), *steps) == [AlarmName.TOOLS_FARMED] * fires
+
+
 def test_an_empty_result_is_no_success_of_a_tool() -> None:
     """The metric behind the alarm counts as credit `air` does: what is neither ok nor failed is empty."""
     results = [make.tool_result(str(n), status=status) for n, status in enumerate(ToolStatus)]
