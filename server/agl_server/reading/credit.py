@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from agl_server.reading.runs import is_capture
 
 LATEST, READ_TOGETHER = 400, 50
 """The training rollouts that are looked at, at most (the newest), and those that are in memory at the same time."""
-MIN_SUCCESSES, MIN_DIFFERENCE = 10, 0.25
-"""Tool results are a guide if, over so many successful rollouts, a tool works so much more often than in others."""
+MIN_SUCCESSES, MIN_CALLS, MIN_DIFFERENCE = 10, 10, 0.25
+"""Tool results are a guide if, over so many successful rollouts, and calls in these and in others, a tool works so much
+more often than in others."""
 REPEATED = 0.5
 """From this share of the calls on, states repeat."""
 
@@ -36,13 +36,17 @@ class CreditFacts:
     """The share of calls, first ones aside, whose prompt's token ids another rollout of the group met too."""
     states: float
     """The same of the state that the agent names (`agl_core.state`)."""
-    tools: Mapping[str, tuple[float, float]]
-    """The share of a tool's calls that work, in successful rollouts and in others; NaN without a call."""
+    tools: Mapping[str, tuple[Sequence[bool], Sequence[bool]]]
+    """For each call of a tool whether it worked, in successful rollouts and in others."""
 
     @property
     def advice(self) -> str:
         """Which credit rule follows from this."""
-        guides = [tool for tool, (won, others) in self.tools.items() if won - others >= MIN_DIFFERENCE]
+        guides = [
+            tool
+            for tool, (won, others) in self.tools.items()
+            if min(len(won), len(others)) >= MIN_CALLS and fmean(won) - fmean(others) >= MIN_DIFFERENCE
+        ]
         if guides and self.successes >= MIN_SUCCESSES:
             return f"credit 'air': where rollouts succeed, more calls work of {', '.join(guides)}"
         if self.contrast and self.states >= REPEATED:
@@ -56,8 +60,8 @@ class CreditFacts:
     def lines(self) -> Iterator[str]:
         yield f"{self.successes} of {self.rollouts} rollouts succeed, and {self.contrast:.0%} of their groups differ"
         yield f"{self.prompts:.0%} of the calls after the first meet a prompt again, {self.states:.0%} a named state"
-        for tool, shares in self.tools.items():
-            won, others = ("none" if math.isnan(share) else f"{share:.0%}" for share in shares)
+        for tool, flags in self.tools.items():
+            won, others = (f"{fmean(worked):.0%}" if worked else "none" for worked in flags)
             yield f"calls of {tool} that work: {won} in successful rollouts, {others} in others"
 
 
@@ -106,14 +110,14 @@ def _facts(groups: Sequence[Sequence[_Played]]) -> CreditFacts:
     works: dict[str, tuple[list[bool], list[bool]]] = defaultdict(lambda: ([], []))
     for rollout in rollouts:
         for tool, has_worked in rollout.works:
-            works[tool][rollout.reward > middle].append(has_worked)
+            works[tool][rollout.reward <= middle].append(has_worked)
     return CreditFacts(
         rollouts=len(rollouts),
         successes=sum(reward > middle for reward in rewards),
         contrast=fmean(not are_equal(rollout.reward for rollout in group) for group in groups),
         prompts=_repeated([[rollout.prompts for rollout in group] for group in groups]),
         states=_repeated([[rollout.states for rollout in group] for group in groups]),
-        tools={tool: (_share(won), _share(others)) for tool, (others, won) in sorted(works.items())},
+        tools=dict(sorted(works.items())),
     )
 
 
@@ -124,7 +128,3 @@ def _repeated(groups: Iterable[Sequence[Sequence[Hashable]]]) -> float:
         rollouts = Counter(state for states in group for state in {*states} - {None})
         met += [rollouts[state] > 1 for states in group for state in states[1:]]
     return fmean(met) if met else 0.0
-
-
-def _share(flags: Sequence[bool]) -> float:
-    return fmean(flags) if flags else math.nan

@@ -104,6 +104,12 @@ def test_air_follows_from_a_difference_over_ten_successes(
     assert f"{winners} of 24 rollouts succeed" in said(empty)["credit"]
 
 
+def test_a_few_calls_of_a_tool_speak_for_nothing(empty: RecordedRun) -> None:
+    record(empty, [WON, Played(0.0, [ERROR] * 20)], *[[Played(1.0), Played(0.0)]] * 9)
+    assert "calls of look that work: 100% in successful rollouts, 0% in others" in said(empty)["credit"]
+    assert said(empty)["advice"] == "credit 'identical': nothing that was recorded speaks for another rule"
+
+
 MEET = "% of the calls after the first meet a prompt again, "
 
 
