@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 46290,
+    "lines of the product": 46300,
     "files of the product": 231,
     "lines of the core": 15040,
-    "lines of the server": 12840,
+    "lines of the server": 12850,
     "lines of the largest room of both": 2895,
     "modules in a circle of imports": 0,
-    "lines of all Python": 103900,
+    "lines of all Python": 103960,
     "files that one call passes": 36,
     "settings": 168,
 }
