@@ -311,7 +311,7 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
         "See in agl doctor RUN whether tools that work go with success. Give tool results less weight or none "
         "(credit.air.beta, its form 'two-level', the weights of tool_results).",
         Signal(
-            0.1,
+            0.05,
             _tools_farmed,
             "Tool results count in reward or credit, and in each of 3 steps {} more of the tool calls work than in the "
             "first 2, beyond chance, for a reward that is no higher.",

@@ -127,7 +127,7 @@ def test_sound_numbers_none_and_one_bad_step_raise_nothing() -> None:
 FARMED: dict[str, tuple[Sequence[tuple[float, float | None]], int | None]] = {
     "the reward stays at 0": ([(0, 0.4), (0, 0.4), (0, 0.6), (0, 0.7), (0, 0.8)], 5),
     "it falls later": ([(0.1, 0.4)] * 5 + [(0.05, 0.6)] * 3, 8),
-    "below the threshold": ([(0, 0.4)] * 2 + [(0, 0.49)] * 10, None),
+    "below the threshold": ([(0, 0.4)] * 2 + [(0, 0.44)] * 10, None),
     "the reward rises": ([(0, 0.4)] * 2 + [(0.02 * n, 0.4 + 0.05 * n) for n in range(1, 12)], None),
     "the reward is the best": ([(1, 0.8)] * 2 + [(1, 0.85), (1, 0.95)] * 5, None),
     "one bad step": ([(0, 0.4)] * 5 + [(0, 1.0)] + [(0, 0.4)] * 5, None),
