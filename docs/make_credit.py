@@ -116,6 +116,12 @@ def compared(results: Mapping[str, Any]) -> Iterator[Experiment]:
         yield from (Experiment(cell, arm, rates[arm], seed) for arm in ARMS if (cell, arm) != UNKNOWN)
 
 
+def explored() -> Iterator[Experiment]:
+    """Afterwards, no part of the plan: does `air` hold what it learned with many calls at the smaller step size?"""
+    for seed in range(6):
+        yield from (Experiment(LONG, arm, RATES[0], seed) for arm in ("air", "identical"))
+
+
 def chosen_rates(results: Mapping[str, Any]) -> dict[str, float]:
     if any(experiment.name not in results for experiment in tuning()):
         return {}
@@ -133,10 +139,10 @@ def before(cell: str) -> str:
 
 
 def won_before(cell: str) -> float:
-    """The exact worth of a game before training, on average over twelve."""
+    """The exact worth of a game before training, on average over sixty."""
     simulation, rng = Simulation(ARMS["identical"], 0, RATES[0]), random.Random(0)
     worth = Worth(simulation.shares_by_prompt())
-    return fmean(worth.value(BEDS.first(BEDS.draw(rng, **CELLS[cell]))) for _ in range(12))
+    return fmean(worth.value(BEDS.first(BEDS.draw(rng, **CELLS[cell]))) for _ in range(60))
 
 
 def complete() -> None:
@@ -145,12 +151,13 @@ def complete() -> None:
     for cell in CELLS:
         if cell != TEXTWORLD and before(cell) not in results:
             results[before(cell)] = {"won": round(won_before(cell), 4), "digest": digest(cell)}
-    for phase in (tuning, lambda: compared(results)):
+    for phase in (tuning, lambda: compared(results), explored):
         missing = [experiment for experiment in phase() if experiment.name not in results]
         for number, (experiment, result) in enumerate(in_parallel(missing), 1):
             results[experiment.name] = result
+            lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(results[name])}" for name in sorted(results))
             part = RESULTS.with_suffix(".part")
-            part.write_text(json.dumps(results, sort_keys=True, indent=0) + "\n")
+            part.write_text(f"{{\n{lines}\n}}\n")
             os.replace(part, RESULTS)
             print(f"{number}/{len(missing)} {experiment.name}: {area(result):.3f}", file=sys.stderr, flush=True)
 
@@ -339,19 +346,33 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
     if not seeds:
         yield f"*{len(results)} runs are made, too few for tables.*"
         return
-    sizes = ", ".join(f"{arm} {rates[arm]:g}" for arm in ARMS)
+    small = " and ".join(f"`{arm}`" for arm in ARMS if rates[arm] == RATES[0])
     textworld = len(values_of(results, TEXTWORLD, "identical", area))
+    sizes = f"{RATES[1]:g}, of {small} {RATES[0]:g}"
     yield f"Seeds so far: {seeds} of {SEEDS}, of TextWorld {textworld}. Step sizes: {sizes}."
     yield from ("", "| | seen | p | Holm | holds |", "|---|---|---|---|---|")
     values = [hypothesis.p(results) for hypothesis in HYPOTHESES]
     for hypothesis, p, adjusted in zip(HYPOTHESES, values, holm(values), strict=True):
         holds = "yes" if adjusted < 0.05 else "no"
         yield f"| **{hypothesis.name}** | {hypothesis.seen(results)} | {p:.3f} | {adjusted:.3f} | {holds} |"
+    won = by_success(results)
     for title, of in (("area under the training reward", area), ("reward after, held-out", after)):
-        yield from ("", f"| {title} | won before | {' | '.join(ARMS)} |", "|---" * (len(ARMS) + 2) + "|")
-        for cell, won in by_success(results).items():
+        yield from ("", f"| {title} | {' | '.join(ARMS)} |", "|---" * (len(ARMS) + 1) + "|")
+        for cell in won:
             means = (values_of(results, cell, arm, of) for arm in ARMS)
-            yield f"| {cell} | {won:.1%} | {' | '.join(f'{fmean(each):.2f}' if each else '' for each in means)} |"
+            yield f"| {cell} | {' | '.join(f'{fmean(each):.2f}' if each else '' for each in means)} |"
+    yield from (
+        "",
+        f"Won before, exactly, in this order: {', '.join(f'{100 * share:.2g}' for share in won.values())}%.",
+    )
+    if all(e.name in results for e in explored()):
+        yield from ("", f"Tried afterwards, {LONG}, step size {RATES[0]:g}, six seeds: {afterwards(results)}.")
+
+
+def afterwards(results: Mapping[str, Any]) -> str:
+    air, identical = ([results[e.name] for e in explored() if e.arm == arm] for arm in ("air", "identical"))
+    gain = interval(np.array([area(one) - area(other) for one, other in zip(air, identical, strict=True)]))
+    return f"area of `air` above `identical` by {gain}, and no run ended below {min(map(after, air)):.2f}"
 
 
 def by_success(results: Mapping[str, Any]) -> dict[str, float]:
@@ -379,8 +400,8 @@ def figure(results: Mapping[str, Any]) -> str:
         ]
         for arm in ARMS
     }
-    chart = line_chart("rollouts to half, by cells from the rarest success", "", lines)
-    return picture([chart] if chart else [])
+    chart = line_chart("rollouts to half, by cells from the rarest success", "", lines, wide=True)
+    return picture([chart], (640, 260)) if chart else ""
 
 
 def quick() -> None:

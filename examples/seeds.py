@@ -82,9 +82,9 @@ def show(example: Path, results: Sequence[Result]) -> Chart:
     return chart(f"{example.name}, {seeds}", results, sets[0])
 
 
-def picture(charts: Sequence[Chart]) -> str:
+def picture(charts: Sequence[Chart], size: tuple[int, int] = NARROW) -> str:
     """Line charts side by side as an SVG file, with their legends below."""
-    width, height = NARROW
+    width, height = size
     parts, lines = [tag("style", {}, Markup(STYLE))], max(len(chart.legend) for chart in charts)
     for at, chart in enumerate(charts):
         x = at * (width + 24)

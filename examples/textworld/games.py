@@ -99,7 +99,7 @@ class State:
 
     @property
     def won(self) -> bool:
-        return all(quest.is_winning(World(RULES.logic, self.facts)) for quest in self.game.quest.quests)
+        return _won(self.game, self.facts)
 
     @property
     def over(self) -> bool:
@@ -109,6 +109,11 @@ class State:
         """The next state. A letter that is no command's, and a command that changes no fact, did not work."""
         facts = self.commands.get(self.letters.get(letter, ""), self.facts)
         return replace(self, facts=facts, turn=self.turn + 1, worked=facts != self.facts)
+
+
+@cache
+def _won(game: Game, facts: Facts) -> bool:
+    return all(quest.is_winning(World(RULES.logic, facts)) for quest in game.quest.quests)
 
 
 @cache

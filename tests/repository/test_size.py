@@ -23,8 +23,8 @@ BOUNDS = {
     "lines of the server": 12850,
     "lines of the largest room of both": 2895,
     "modules in a circle of imports": 0,
-    "lines of all Python": 103960,
-    "words of Markdown": 75600,
+    "lines of all Python": 103990,
+    "words of Markdown": 76000,
     "files that one call passes": 36,
     "settings": 168,
 }

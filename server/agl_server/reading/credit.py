@@ -20,8 +20,6 @@ LATEST, READ_TOGETHER = 400, 50
 MIN_SUCCESSES, MIN_CALLS, MIN_DIFFERENCE = 10, 10, 0.25
 """Tool results are a guide if, over so many successful rollouts, and calls in these and in others, a tool works so much
 more often than in others."""
-REPEATED = 0.5
-"""From this share of the calls on, states repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,11 @@ class CreditFacts:
 
     @property
     def advice(self) -> str:
-        """Which credit rule follows from this."""
+        """Which credit rule follows from this.
+
+        States that repeat speak for none: rules that compare them were no better than `identical` in games of nothing
+        but such states (docs/experiments.md).
+        """
         guides = [
             tool
             for tool, (won, others) in self.tools.items()
@@ -49,10 +51,6 @@ class CreditFacts:
         ]
         if guides and self.successes >= MIN_SUCCESSES:
             return f"credit 'air': where rollouts succeed, more calls work of {', '.join(guides)}"
-        if self.contrast and self.states >= REPEATED:
-            return "credit 'gigpo' with the state as its anchor: rollouts meet the same states"
-        if self.contrast and self.prompts >= REPEATED:
-            return "credit 'gigpo': rollouts meet the same prompts"
         if self.tools and self.successes < MIN_SUCCESSES:
             return f"credit 'identical', until {MIN_SUCCESSES} successes tell whether tools that work go with them"
         return "credit 'identical': nothing that was recorded speaks for another rule"
