@@ -71,11 +71,12 @@ def test_the_alarm_is_looked_for_in_the_steps_so_far(maker: Any) -> None:
 
 
 def test_rates_are_chosen_on_other_seeds_before_rules_are_compared(maker: Any) -> None:
-    low, high = maker.RATES
-    better = {arm: low if arm == "gigpo" else high for arm in maker.ARMS}
-    results = {e.name: {"rewards": [float(e.rate == better[e.arm])]} for e in maker.tuning()}
-    assert maker.chosen_rates(results) == better
+    def better(cell: str, arm: str) -> float:
+        return float(maker.rates_of(cell)[arm != "gigpo"])
+
+    results = {e.name: {"rewards": [float(e.rate == better(e.cell, e.arm))]} for e in maker.tuning()}
     experiments = [*maker.compared(results)]
+    assert all(e.rate == better(e.cell, e.arm) for e in experiments)
     assert len(experiments) == maker.SEEDS * (len(maker.CELLS) * len(maker.ARMS) - 1)
     assert not any((e.cell, e.arm) == (maker.TEXTWORLD, maker.ORACLE) for e in experiments), "its worth is not known"
     assert not {e.seed for e in experiments} & {e.seed for e in maker.tuning()}
@@ -85,5 +86,5 @@ def test_rates_are_chosen_on_other_seeds_before_rules_are_compared(maker: Any) -
     }
     assert maker.paired(results, cell, "air").tolist() == [2.0] * (maker.SEEDS - 1), "seeds that both have"
     del results[next(maker.tuning()).name]
-    assert maker.chosen_rates(results) == {}
-    assert [*maker.compared(results)] == []
+    assert maker.chosen_rates(results, cell) == {}
+    assert {e.cell for e in maker.compared(results)} == {maker.TEXTWORLD}, "which has step sizes of its own"
