@@ -43,6 +43,7 @@ FIGURE = PAGE.with_name("pictures") / "credit.svg"
 SEEDS, TUNING_SEEDS, STEPS = 12, 2, 25
 RATES = (2e-3, 4e-3)
 
+TEXTWORLD = "TextWorld, 20 calls, 3%"
 CELLS: Mapping[str, Mapping[str, Any]] = {
     "errand, 20 calls, 0.5%": {"bed": Bed.ERRAND, "level": "swan", "things": 8, "calls": 20},
     "errand, 20 calls, 10%": {"bed": Bed.ERRAND, "level": "hawk", "things": 8, "calls": 20},
@@ -52,11 +53,10 @@ CELLS: Mapping[str, Mapping[str, Any]] = {
     "misleading, 20 calls, 2%": {"bed": Bed.ERRAND, "level": "lamb", "things": 8, "calls": 20, "wrong_ok": 0.9},
     "walk, 20 calls, 1%": {"bed": Bed.WALK, "level": "frog", "calls": 20},
     "luck, 20 calls, 26%": {"bed": Bed.ERRAND, "level": "frog", "things": 8, "calls": 20, "luck": 0.5},
-    "TextWorld, 20 calls, 3%": {"calls": 20},
+    TEXTWORLD: {"calls": 20},
 }
 """Games, by what the policy wins before training."""
 TUNED = ("errand, 20 calls, 10%", "walk, 20 calls, 1%")
-TEXTWORLD = "TextWorld, 20 calls, 3%"
 TEXTWORLD_RATES = (5e-4, 1e-3)
 """Added after three seeds at the step sizes of the other games, at which every arm lost what the policy could do."""
 UNKNOWN = (TEXTWORLD, "oracle")

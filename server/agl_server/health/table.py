@@ -308,13 +308,11 @@ ALARMS: Mapping[AlarmName, AlarmFacts] = {
     ),
     AlarmName.TOOLS_FARMED: AlarmFacts(
         "The policy learns to call tools that work, not to do the task: a reward for tool results pays for that.",
-        "See in agl doctor RUN whether tools that work go with success. Give tool results less weight or none "
-        "(credit.air.beta, its form 'two-level', the weights of tool_results).",
+        "Give tool results less weight, use credit.air.form 'two-level'; see agl doctor RUN: do they go with success?",
         Signal(
             0.05,
             _tools_farmed,
-            "Tool results count in reward or credit, and in each of 3 steps {} more of the tool calls work than in the "
-            "first 2, beyond chance, for a reward that is no higher.",
+            "Tool results count, and in each of 3 steps {} more calls work than in the first 2, for no higher reward.",
         ),
     ),
     AlarmName.EMPTY_ANSWERS: AlarmFacts(
