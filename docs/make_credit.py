@@ -352,9 +352,9 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
         yield f"*{len(results)} runs are made, too few for tables.*"
         return
     chosen = [rates for cell in (LUCK, TEXTWORLD) if (rates := chosen_rates(results, cell))]
-    sizes = "; of TextWorld ".join(", ".join(f"{arm} {rate:g}" for arm, rate in rates.items()) for rates in chosen)
+    smaller = (", ".join(arm for arm, rate in rates.items() if rate == min(rates.values())) for rates in chosen)
     textworld = len(values_of(results, TEXTWORLD, "identical", area))
-    yield f"Seeds so far: {seeds} of {SEEDS}, of TextWorld {textworld}. Step sizes: {sizes}."
+    yield f"Seeds: {seeds} and {textworld} of {SEEDS}. Smaller step size: {'; on TextWorld '.join(smaller)}."
     yield from ("", "| | seen | p | Holm | holds |", "|---|---|---|---|---|")
     values = [hypothesis.p(results) for hypothesis in HYPOTHESES]
     for hypothesis, p, adjusted in zip(HYPOTHESES, values, holm(values), strict=True):
@@ -366,10 +366,8 @@ def tables(results: Mapping[str, Any]) -> Iterator[str]:
         for cell in won:
             means = (values_of(results, cell, arm, of) for arm in ARMS)
             yield f"| {cell} | {' | '.join(f'{fmean(each):.2f}' if each else '' for each in means)} |"
-    yield from (
-        "",
-        f"Won before, exactly, in this order: {', '.join(f'{100 * share:.2g}' for share in won.values())}%.",
-    )
+    shares = ", ".join(f"{100 * share:.2g}" for share in won.values())
+    yield from ("", f"Won before, exactly (on TextWorld in the first steps), in this order: {shares}%.")
     if all(e.name in results for e in explored()):
         yield from ("", f"Tried afterwards, {LONG}, step size {RATES[0]:g}, six seeds: {afterwards(results)}.")
 
