@@ -56,6 +56,8 @@ CONFIG_TABLE = Kind("table")
 CREDIT = Kind("credit")
 ENGINE = Kind("engine")
 """Its builder also gets the run's `EngineContext`."""
+HARNESS = Kind("harness")
+"""Its builder also gets the run's configuration; None: it works in the current folder, for `agl run`."""
 REWARD = Kind("reward")
 STORE = Kind("store")
 """Its builder also gets the run's folder, and whether the store is only read."""
@@ -64,7 +66,7 @@ TASK_SOURCE = Kind("task source")
 TRACKER = Kind("tracker")
 """Its builder also gets the run's folder."""
 
-KINDS = (ADAPTER, ALGORITHM, ENGINE, REWARD, CREDIT, STORE, TASK_SOURCE, TRACKER, CONFIG_TABLE)
+KINDS = (ADAPTER, ALGORITHM, ENGINE, HARNESS, REWARD, CREDIT, STORE, TASK_SOURCE, TRACKER, CONFIG_TABLE)
 
 
 CreditKinds: TypeAlias = CreditKind | Collection[CreditKind]

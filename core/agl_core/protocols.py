@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from agl_core.types import (
     Task,
     TransitionKey,
 )
+from agl_core.wire import Assignment
 
 RewardValue: TypeAlias = (
     float
@@ -54,6 +56,27 @@ class GroupRewardRule:
 
 CreditRule: TypeAlias = Callable[[Sequence[Episode]], list[list[float]]]
 """Shares the rewards of a group of episodes: one value per transition, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A program about to run for an attempt."""
+
+    command: Sequence[str]
+    folder: Path
+    """Its working folder."""
+    variables: Mapping[str, str]
+    """Its environment, beside that of every agent (`agl_core.client.agent.attempt_variables`)."""
+    result: Callable[[Json], Json] = field(default=lambda printed: printed)
+    """The attempt's result, of what the program printed; called once it has ended."""
+
+
+class Harness(Protocol):
+    """Starts a program for each attempt."""
+
+    def launch(self, assignment: Assignment, base_url: str, folder: Path) -> AbstractAsyncContextManager[Launch]:
+        """What to run for an attempt at the gateway `base_url`; `folder` is the attempt's own, and empty."""
+        ...
 
 
 class TaskSource(Protocol):

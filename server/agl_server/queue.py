@@ -42,7 +42,7 @@ _TRIED_AGAIN = frozenset({Ending.CRASHED, Ending.TIMED_OUT})
 _NO_CALL = (
     "The agent finished without one LLM call through agl, so there is nothing to learn from. Its LLM client does "
     "not use agl's base URL: let it read OPENAI_BASE_URL or ANTHROPIC_BASE_URL (do not set base_url in code), or pass "
-    "it `context.base_url` and `context.api_key`."
+    "it `context.base_url` and `context.api_key`. Programs like Codex need settings: start them by harness."
 )
 _INTERRUPTED = "The server, its store, or the model behind it was away while the agent ran, which may be why it failed:"
 _NOT_AWAITED = "The agent finished before its first LLM call did: let it wait for the reply."

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,29 +92,6 @@ def number(value: float, digits: int = 6) -> str:
 def score(value: float | None) -> str:
     """A mean reward; a dash where there is none."""
     return "–" if value is None else f"{value:.3f}"
-
-
-def codex_hint(command: str | Sequence[str] | None) -> str:
-    """Help for a command of Codex whose calls did not reach agl; empty for other commands.
-
-    >>> codex_hint("sh -c 'exec codex exec hello'")[:34], codex_hint("codexes")
-    ('Codex does not read OPENAI_BASE_UR', '')
-    """
-    words = re.split(r"[\s;&|()'\"]+", command if isinstance(command, str) else " ".join(command or ()))
-    return _CODEX_HINT if "codex" in {Path(word).name for word in words} else ""
-
-
-_CODEX_HINT = """\
-Codex does not read OPENAI_BASE_URL. Let a script write its address into the configuration before it starts Codex:
-    cat > "${CODEX_HOME:-$HOME/.codex}/config.toml" <<END
-    model_provider = "agl"
-    [model_providers.agl]
-    name = "agl"
-    base_url = "$OPENAI_BASE_URL"
-    env_key = "OPENAI_API_KEY"
-    wire_api = "responses"
-    END
-With a CODEX_HOME for each attempt, several can run side by side."""
 
 
 def plain(value: Any) -> Any:

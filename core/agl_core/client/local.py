@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -21,6 +20,7 @@ from agl_core.capture import attach, installed_adapters
 from agl_core.client.agent import TaskPerAttempt, client_variables, load_agent
 from agl_core.client.processes import (
     AgentProcesses,
+    Command,
     CommandPerAttempt,
     ProcessPerAttempt,
     agent_import,
@@ -30,8 +30,10 @@ from agl_core.client.processes import (
 )
 from agl_core.client.worker import LightningClient, Runner, Worker, until_signal
 from agl_core.errors import AgentError, AglError
+from agl_core.kinds import HARNESS
 from agl_core.plugins import Plugins
 from agl_core.processes import NoProcessError, fate, request
+from agl_core.protocols import Harness
 
 if TYPE_CHECKING:  # It takes long to import, and no process of an agent needs it.
     from agl_core.config.models import RunConfig
@@ -54,10 +56,13 @@ def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
     files = config.plugin_files if agent.attach else None
     memory = None if workers.memory_mib is None else workers.memory_mib * 2**20
     secrets = config.secret_variables(os.environ)
-    if agent.command is not None:
-        command = shlex.split(agent.command) if isinstance(agent.command, str) else list(agent.command)
-        return CommandPerAttempt(command, folder, plugins=files, memory=memory, secrets=secrets)
-    assert agent.entry is not None
+    if agent.entry is None:
+        if agent.command is not None:
+            harness: Harness = Command(agent.command, folder)
+        else:
+            component = plugins.component(HARNESS, str(agent.harness), "agent.harness")
+            harness = component.build(component.options(**agent.options or {}), config)
+        return CommandPerAttempt(harness, plugins=files, memory=memory, secrets=secrets)
     if agent.attach:
         attach(installed_adapters(plugins))
     imported = load_agent(agent.entry, folder)

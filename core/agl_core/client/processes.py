@@ -10,13 +10,14 @@ import asyncio
 import atexit
 import contextlib
 import os
+import shlex
 import shutil
 import socket
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -44,7 +45,8 @@ from agl_core.client.agent import (
 from agl_core.errors import AgentError
 from agl_core.plugins import Plugins
 from agl_core.processes import ForkServer, NoProcessError, Process, fate, request
-from agl_core.types import AttemptKey, Ending
+from agl_core.protocols import Harness, Launch
+from agl_core.types import AttemptKey, Ending, Json
 from agl_core.types.forms import parse_json
 from agl_core.wire import MAX_RESULT, OPERATOR_KEY, WORKER_KEY, Assignment
 
@@ -242,27 +244,15 @@ def draw_anew() -> None:
         numpy_random.seed()
 
 
-class CommandPerAttempt(AgentProcesses):
-    """Runs a command for each attempt, with the attempt in its environment, in an empty folder of the attempt's own.
+class Command:
+    """A user's command, which is run in an empty folder of the attempt's own.
 
-    Arguments that name a file in `folder` are made absolute, and for -m and -c, Python finds modules there. The result
-    is the last line that the command prints if that is JSON, else the last 1 MiB of its output; the output of other
-    processes counts only if the command prints nothing. Any exit status but 0 is a crash. `memory` is in bytes. The
-    installed adapters, and those of the files `plugins` (None: none), are attached in its Python processes.
-
-    AgentError if there is no such program.
+    Arguments that name a file in `folder` are made absolute, and for -m and -c, Python finds modules there. AgentError
+    if there is no such program.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        folder: Path,
-        *,
-        plugins: Sequence[Path] | None = (),
-        memory: int | None = None,
-        secrets: Collection[str] = (),
-    ) -> None:
-        program, *arguments = command
+    def __init__(self, command: str | Sequence[str], folder: Path) -> None:
+        program, *arguments = shlex.split(command) if isinstance(command, str) else command
         # A name with a slash is a path from the folder.
         if shutil.which(folder / program if os.path.dirname(program) else program) is None:
             raise AgentError(
@@ -272,8 +262,32 @@ class CommandPerAttempt(AgentProcesses):
         folder = folder.absolute()
         program = str(folder / program) if os.path.dirname(program) else program
         self._command = [program, *(_from(folder, argument) for argument in arguments)]
-        self._modules = str(folder) if {"-m", "-c"} & set(arguments) else None
-        self._plugins = plugins
+        paths = (str(folder), os.environ.get("PYTHONPATH"))
+        modules = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        self._variables = modules if {"-m", "-c"} & set(arguments) else {}
+
+    @contextlib.asynccontextmanager
+    async def launch(self, assignment: Assignment, base_url: str, folder: Path) -> AsyncIterator[Launch]:
+        yield Launch(self._command, folder, self._variables)
+
+
+class CommandPerAttempt(AgentProcesses):
+    """Runs a program for each attempt, with the attempt in its environment.
+
+    It printed the last line of its output if that is JSON, else the last 1 MiB; the output of other processes counts
+    only if the program prints nothing. Any exit status but 0 is a crash. `memory` is in bytes. The installed adapters,
+    and those of the files `plugins` (None: none), are attached in its Python processes.
+    """
+
+    def __init__(
+        self,
+        harness: Harness,
+        *,
+        plugins: Sequence[Path] | None = (),
+        memory: int | None = None,
+        secrets: Collection[str] = (),
+    ) -> None:
+        self._harness, self._plugins = harness, plugins
         super().__init__(request(_execute), {}, secrets, memory=memory)
 
     async def run(self, assignment: Assignment, base_url: str, recording: Recording) -> AttemptEnd:
@@ -281,21 +295,19 @@ class CommandPerAttempt(AgentProcesses):
             reports, work = folder / "reports", folder / "work"
             reports.mkdir()
             work.mkdir()
-            variables = attempt_variables(assignment, base_url)
-            if self._modules is not None:
-                paths = (self._modules, os.environ.get("PYTHONPATH"))
-                variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-            if self._plugins is not None:
-                key = AttemptKey(assignment.rollout, assignment.attempt)
-                inherited = {**os.environ, **variables}
-                variables |= bootstrap_variables(key, base_url, assignment.key, reports, inherited, self._plugins)
-            job = {"command": self._command, "folder": str(work), "variables": variables}
-            try:
-                return await self._ended(job, recording)
-            finally:
-                await asyncio.to_thread(read_spool, reports, recording)
+            async with self._harness.launch(assignment, base_url, work) as launch:
+                variables = {**attempt_variables(assignment, base_url), **launch.variables}
+                if self._plugins is not None:
+                    key = AttemptKey(assignment.rollout, assignment.attempt)
+                    inherited = {**os.environ, **variables}
+                    variables |= bootstrap_variables(key, base_url, assignment.key, reports, inherited, self._plugins)
+                try:
+                    return await self._ended(launch, variables, recording)
+                finally:
+                    await asyncio.to_thread(read_spool, reports, recording)
 
-    async def _ended(self, job: Mapping[str, Any], recording: Recording) -> AttemptEnd:
+    async def _ended(self, launch: Launch, variables: Mapping[str, str], recording: Recording) -> AttemptEnd:
+        job = {"command": launch.command, "folder": str(launch.folder), "variables": variables}
         status, failures = None, list[str]()
         with TemporaryFile() as stderr, _Output() as output:
             try:
@@ -317,7 +329,7 @@ class CommandPerAttempt(AgentProcesses):
         if status != 0:
             its_end = f"; the end of its stderr: {tail}" if tail else ""
             return AttemptEnd(Ending.CRASHED, error=f"the command {fate(status)}{its_end}")
-        return finished(_printed(output.of_the_command(recording)))
+        return finished(await asyncio.to_thread(launch.result, _printed(output.of_the_command(recording))))
 
 
 def _execute(job: dict[str, Any], channel: socket.socket, stdout: int, stderr: int) -> None:
@@ -414,7 +426,7 @@ class _Output:
             self._own.add(data)
 
 
-def _printed(output: _Tail) -> object:
+def _printed(output: _Tail) -> Json:
     text = output.text()
     try:
         return parse_json(text.rpartition("\n")[2])

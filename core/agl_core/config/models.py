@@ -33,13 +33,19 @@ class AgentSection(Section):
     """Instead of entry: a program that is run for each rollout, with its task in AGL_TASK (JSON). Its result is the
     last line that it prints if that is JSON, else all that it prints. It works in an empty folder of its own, which is
     removed afterwards; arguments that name a file beside this one are made absolute (docs/security.md)."""
+    harness: str | None = None
+    """Instead of both: a program that is known by name, such as 'codex'; the task's input is its prompt."""
+    options: dict[str, Any] | None = None
+    """The settings of the harness."""
     attach: bool = True
     """Attach every installed adapter to the frameworks that the agent imports."""
 
     @model_validator(mode="after")
-    def _is_one_of_both(self) -> Self:
-        if (self.entry is None) == (self.command is None):
-            raise ValueError("needs either entry = 'module:function' or command = 'a program to run', and not both")
+    def _is_one_of_them(self) -> Self:
+        if sum(way is not None for way in (self.entry, self.command, self.harness)) != 1:
+            raise ValueError("needs one of entry = 'module:function', command = 'a program' and harness = 'its name'")
+        if self.options and self.harness is None:
+            raise ValueError("has options, which are a harness's, and names none")
         if self.entry is not None and not all(self.entry.partition(":")):
             raise ValueError("entry must be 'module:function', for instance 'my_agent:solve'")
         words = shlex.split(self.command) if isinstance(self.command, str) else self.command

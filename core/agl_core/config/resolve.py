@@ -15,7 +15,7 @@ from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
 from agl_core import kinds
-from agl_core.config.models import MixtureOptions, RunConfig
+from agl_core.config.models import AgentSection, MixtureOptions, RunConfig
 from agl_core.config.sections import HUB_NAME, ModelPlace, OpenSection, PluginChoice, PolicySection
 from agl_core.errors import AglError, ConfigError, PluginError, last_frames, nearest
 from agl_core.kinds import Capability, Component, CreditKinds, Kind
@@ -180,6 +180,7 @@ def resolve(config: RunConfig, plugins: Plugins, report: Problems, needs: Collec
     tasks = find.tables(kinds.TASK_SOURCE, "source", ("tasks",), config.tasks)
     rewards = find.tables(kinds.REWARD, "rule", ("rewards",), config.rewards)
     trackers, sections = find.trackers(config.trackers), find.sections(config.model_extra or {})
+    find.harness(config.agent)
     data: Any = config.as_file()
     for (*above, name), settings in find.settings.items():
         table = data
@@ -258,6 +259,10 @@ class _Resolver:
             elif chosen := self._chosen(kinds.CONFIG_TABLE, name, settings, (name,)):
                 sections[name] = chosen
         return sections
+
+    def harness(self, agent: AgentSection | None) -> None:
+        if agent is not None and agent.harness is not None:
+            self._chosen(kinds.HARNESS, agent.harness, agent.options or {}, ("agent", "options"), ("agent", "harness"))
 
     def trackers(self, sections: Mapping[str, Mapping[str, Any] | Literal[False]]) -> dict[str, ChosenComponent]:
         """The trackers of the sections, but for those that are False, and TensorBoard if it is installed."""

@@ -15,7 +15,7 @@ import pytest
 
 from agl_core.capture import Recording
 from agl_core.client.agent import agent_environment, client_variables
-from agl_core.client.processes import CommandPerAttempt
+from agl_core.client.processes import Command, CommandPerAttempt
 from agl_core.errors import AgentError
 from agl_core.learning.transitions import build_episode
 from agl_core.types import Ending, Episode, Source
@@ -38,7 +38,8 @@ urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
 async def run(workplace: Any, tmp_path: Path, code: str, *tasks: Any) -> Any:
     """Run a program that makes a call without agl and then does this; each task's rollout and attempt."""
     (tmp_path / "program.py").write_text(PROGRAM + code)
-    runner = CommandPerAttempt([sys.executable, "-S", "program.py"], tmp_path)  # Without `site`, agl does not attach.
+    # Without `site`, agl does not attach.
+    runner = CommandPerAttempt(Command([sys.executable, "-S", "program.py"], tmp_path))
     return await workplace.run(runner, list(tasks))
 
 
@@ -112,7 +113,7 @@ async def test_a_script_that_prints_nothing_itself_gives_what_its_program_prints
 ) -> None:
     (tmp_path / "program.py").write_text(f"{PROGRAM}print(7)")
     (tmp_path / "run.sh").write_text(f'{sys.executable} -S "$1"\nexit $?\n')
-    [(_, attempt)] = await workplace.run(CommandPerAttempt(["sh", "run.sh", "./program.py"], tmp_path), [None])
+    [(_, attempt)] = await workplace.run(CommandPerAttempt(Command(["sh", "run.sh", "./program.py"], tmp_path)), [None])
     assert attempt.result == 7, attempt.error
 
 
@@ -125,7 +126,7 @@ async def test_it_works_in_an_empty_folder_of_its_own_that_is_removed(workplace:
     )
     folders = set()
     for name, command in (("file", ["shop/__main__.py"]), ("module", ["-m", "shop"]), ("folder", ["./shop"])):
-        runner = CommandPerAttempt([sys.executable, "-S", *command, "tasks.jsonl", "shop", ""], tmp_path)
+        runner = CommandPerAttempt(Command([sys.executable, "-S", *command, "tasks.jsonl", "shop", ""], tmp_path))
         ended = await runner.run(await workplace.lease(id=name), workplace.stack.server.base_url, Recording())
         await runner.close()
         folder, listed, arguments = ended.result
@@ -211,7 +212,7 @@ async def test_another_status_than_0_and_a_task_that_no_environment_can_hold_are
 
 def test_a_program_that_is_not_there_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match="no program 'pythno'"):
-        CommandPerAttempt(["pythno", "agent.py"], tmp_path)
+        Command(["pythno", "agent.py"], tmp_path)
 
 
 # A command under a worker gets what `agl run` gives one, unchanged: identity, tool results and state.
@@ -245,7 +246,7 @@ async def run_seen(
     workplace: Any, folder: Path, code: str, *arguments: str, plugins: Any = ()
 ) -> tuple[Any, Any, Episode]:
     (folder / "program.py").write_text(textwrap.dedent(code))
-    runner = CommandPerAttempt([sys.executable, "program.py", *arguments], folder, plugins=plugins)
+    runner = CommandPerAttempt(Command([sys.executable, "program.py", *arguments], folder), plugins=plugins)
     [(rollout, attempt)] = await workplace.run(runner, ["Bern?"])
     store = workplace.stack.store
     calls, tool_results = await store.calls([attempt.key]), await store.tool_results([attempt.key])
@@ -310,7 +311,7 @@ async def test_what_it_reported_before_its_time_was_up_is_kept(workplace: Any, t
     time.sleep(60)
 """
     (tmp_path / "program.py").write_text(textwrap.dedent(code))
-    runner, recording = CommandPerAttempt([sys.executable, "program.py"], tmp_path), Recording()
+    runner, recording = CommandPerAttempt(Command([sys.executable, "program.py"], tmp_path)), Recording()
     running = asyncio.create_task(runner.run(await workplace.lease(), workplace.stack.server.base_url, recording))
     await until(flag.exists)
     running.cancel()

@@ -15,7 +15,7 @@ import pytest
 
 from agl_core.cli.worker import ServerAddress, find_server, is_over
 from agl_core.client.agent import agent_environment, client_variables
-from agl_core.client.processes import CommandPerAttempt, ProcessPerAttempt
+from agl_core.client.processes import Command, CommandPerAttempt, ProcessPerAttempt
 from agl_core.client.worker import LightningClient
 from agl_core.errors import ConfigError, ServerError
 from agl_core.types import Ending
@@ -139,7 +139,7 @@ async def test_calls_reach_the_server(way: str, workplace: Any, tmp_path: Path) 
             runner = ProcessPerAttempt("isolated_agents:solve", HERE, base_url=root)
         else:
             (tmp_path / "program.py").write_text(textwrap.dedent(f"{ASK}\n    ask()"))
-            runner = CommandPerAttempt([sys.executable, "program.py"], tmp_path, plugins=None)
+            runner = CommandPerAttempt(Command([sys.executable, "program.py"], tmp_path), plugins=None)
         [(rollout, attempt)] = await workplace.run(runner, [{"does": "tell"}])
     assert (rollout.ending, attempt.error) == (Ending.FINISHED, None)
     assert len(await workplace.stack.store.calls([attempt.key])) == 1

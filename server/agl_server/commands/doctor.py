@@ -16,7 +16,7 @@ import typer
 
 from agl_core import kinds
 from agl_core.cli.screen import AsJson, print_json
-from agl_core.cli.words import codex_hint, harmless
+from agl_core.cli.words import harmless
 from agl_core.cli.worker import find_server
 from agl_core.client.worker import LightningClient
 from agl_core.config.load import LoadedConfig, load
@@ -159,9 +159,7 @@ async def _session(loaded: LoadedConfig, folder: Path) -> list[Finding]:
         failed = "note" if look.fault is None else "FAIL"
         findings += [Finding("ok" if finished else failed, "rollout", seen) for finished, seen in look.seen]
         if look.fault is not None:
-            command = None if look.are_answered or loaded.config.agent is None else loaded.config.agent.command
-            remedy = codex_hint(command) or look.fault.remedy
-            findings[-1] = replace(findings[-1], remedy=f"{remedy} {look.fault.details}".strip())
+            findings[-1] = replace(findings[-1], remedy=f"{look.fault.remedy} {look.fault.details}".strip())
         if peak := (await session.engine.stats()).get("peak_rss_bytes"):
             took = f"took {peak / 2**30:.1f} GiB of memory; training takes more"
             findings.append(Finding("ok", "resources", f"the engine started in {seconds:.0f} s and {took}"))

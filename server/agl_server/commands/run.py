@@ -8,8 +8,9 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,16 +19,17 @@ import typer
 from agl_core.capture import Recording
 from agl_core.capture.attaching import bootstrap_variables
 from agl_core.capture.reports import read_spool
-from agl_core.cli.words import amount, codex_hint, one_line
+from agl_core.cli.words import amount, one_line
 from agl_core.client.agent import OTHER_KEY, AttemptEnd, attempt_variables, closing
 from agl_core.client.processes import attempt_folder
 from agl_core.config.load import LoadedConfig, load
 from agl_core.config.models import UntrainedConfig
 from agl_core.errors import ConfigError
+from agl_core.kinds import HARNESS
 from agl_core.plugins import Plugins
-from agl_core.protocols import Engine, Upstream
+from agl_core.protocols import Engine, Harness, Launch, Upstream
 from agl_core.types import AttemptKey, Ending, Mode, Rollout, Run, Task
-from agl_core.wire import Lease, LeaseRequest, take_keys
+from agl_core.wire import Assignment, Lease, LeaseRequest, take_keys
 from agl_server.commands.screen import KeyVariable, Model, UpstreamUrl
 from agl_server.commands.upstreams import ANEW, choose_key, choose_url, open_upstream
 from agl_server.gateway.attempts import RunSettings
@@ -39,7 +41,15 @@ from agl_server.training.rollouts import UNKNOWN_CALLS
 from agl_server.training.run import first_free, new_run_dir, passthrough_key, removed_unless_begun
 from agl_server.training.session import engine_context
 
-Command = Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command, after --.")]
+Command = Annotated[
+    list[str], typer.Argument(metavar="COMMAND...", help="The command, after --; with --harness, the prompt.")
+]
+HarnessOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="A program that is known by name, such as codex, with settings and a home of its own."
+    ),
+]
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", help="Use the engine, policies and store of this configuration."),
@@ -59,6 +69,7 @@ _TIMEOUT = 30 * 86_400.0
 
 def run(
     command: Command,
+    harness: HarnessOption = None,
     config: ConfigOption = None,
     upstream: UpstreamUrl = None,
     upstream_key_env: KeyVariable = None,
@@ -67,17 +78,20 @@ def run(
 ) -> None:
     """Run a command, and record what its agent does as one rollout: agl run -- python my_agent.py
 
+    A program that is known by name starts in this folder: agl run --harness codex -- "Fix the failing test."
     Environment variables point its LLM clients at agl, and the installed adapters attach themselves in all its Python
     processes. Replies are sampled as the agent asks. The exit status is the command's.
     """
     take_keys()  # They are of another server, and the command is to have none of them.
-    if shutil.which(command[0]) is None:
+    program = None if harness is None else _program(harness, model)
+    if program is None and shutil.which(command[0]) is None:
         raise ConfigError(f"There is no command '{command[0]}'. Put the whole command after --, as you would type it.")
     answering: Upstream | LoadedConfig
     described: Mapping[str, Any]
     if config is None:
         answering = _open_upstream(choose_url(upstream), choose_key(upstream_key_env), model)
-        described = {"command": command, "upstream": answering.urls[0], "models": dict(answering.models)}
+        models, url = dict(answering.models), answering.urls[0]
+        described = {"command": command, "harness": harness, "upstream": url, "models": models}
         folder = RUNS / check_name(name or "capture")
         if name is None or not is_capture(folder):
             folder = first_free(folder, lambda new: write_capture(new, described))
@@ -88,8 +102,15 @@ def run(
         described, folder = answering.config.model_dump(mode="json"), new_run_dir(answering)
     _say(f"recording to {folder}")
     with removed_unless_begun(folder) as begun:
-        status = asyncio.run(_record(command, folder, described, answering, begun))
+        status = asyncio.run(_record(command, program, folder, described, answering, begun))
     raise typer.Exit(status)
+
+
+def _program(name: str, model: str | None) -> Harness:
+    """The harness of this name, in the current folder; it asks for the model that the server is asked for."""
+    component = Plugins.load().component(HARNESS, name, "--harness")
+    program: Harness = component.build(component.options(**({"model": model} if model else {})), None)
+    return program
 
 
 def _open_upstream(url: str, key: str, model: str | None) -> Upstream:
@@ -108,6 +129,7 @@ def _open_upstream(url: str, key: str, model: str | None) -> Upstream:
 
 async def _record(
     command: Sequence[str],
+    program: Harness | None,
     folder: Path,
     described: Mapping[str, Any],
     answering: Upstream | LoadedConfig,
@@ -142,7 +164,7 @@ async def _record(
             run=run_id,
             restart=restart,
             group=id,
-            task=Task(run_id, {"command": list(command)}, split="capture"),
+            task=Task(run_id, " ".join(command) if program else {"command": list(command)}, split="capture"),
             # Sampled as the agent asks, and not for training.
             mode=Mode.EVAL_SAMPLED,
             step=0,
@@ -153,19 +175,30 @@ async def _record(
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases
         key = AttemptKey(lease.rollout, lease.attempt)
-        status, interrupted, recording = await _launch(command, lease, server.base_url, config.plugin_files)
+        status, interrupted, recording = await _launch(
+            program or _Typed(command), lease, server.base_url, config.plugin_files
+        )
         ending = Ending.FINISHED if status == 0 else Ending.CANCELLED if interrupted else Ending.CRASHED
         error = f"the command ended with status {status}" if ending is Ending.CRASHED else None
         await server.queue.close_attempt(key, closing(AttemptEnd(ending, {"exit_status": status}, error), recording))
         [report] = await reports_of(server.store, [rollout])
         _summarise(report.attempts[0], recording, folder)
-        if not report.attempts[0].episode.transitions and (hint := codex_hint(command)):
-            _say(hint)
     return status
 
 
+@dataclass(frozen=True)
+class _Typed:
+    """A command as it was typed."""
+
+    command: Sequence[str]
+
+    @asynccontextmanager
+    async def launch(self, assignment: Assignment, base_url: str, folder: Path) -> AsyncIterator[Launch]:
+        yield Launch(self.command, Path(), {})
+
+
 async def _launch(
-    command: Sequence[str], lease: Lease, base_url: str, plugins: Sequence[Path]
+    program: Harness, lease: Lease, base_url: str, plugins: Sequence[Path]
 ) -> tuple[int, bool, Recording]:
     """Run the command as a shell would: its status, whether it got a signal, its reports. OSError without a start."""
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
@@ -184,13 +217,17 @@ async def _launch(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, pass_on, number)
-    with attempt_folder() as reports:
-        bootstrap = bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugins)
-        environment = {**inherited, **attempt_variables(lease, base_url), **bootstrap}
-        process = await asyncio.create_subprocess_exec(*command, env=environment)
-        for number in tuple(signals):  # Those from before its start.
-            pass_on(number)
-        status = await process.wait()
+    with attempt_folder() as folder:
+        reports, own = folder / "reports", folder / "work"
+        reports.mkdir()
+        own.mkdir()
+        async with program.launch(lease, base_url, own) as launch:
+            bootstrap = bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugins)
+            environment = {**inherited, **attempt_variables(lease, base_url), **launch.variables, **bootstrap}
+            process = await asyncio.create_subprocess_exec(*launch.command, env=environment, cwd=launch.folder)
+            for number in tuple(signals):  # Those from before its start.
+                pass_on(number)
+            status = await process.wait()
         read_spool(reports, recording)
     return status if status >= 0 else 128 - status, bool(signals), recording
 

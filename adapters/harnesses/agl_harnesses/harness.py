@@ -1,0 +1,144 @@
+"""Starting a command-line agent for an attempt: its command, settings and files, in a home of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import Field
+
+from agl_core.client.agent import client_variables
+from agl_core.config.models import RunConfig
+from agl_core.config.sections import Section
+from agl_core.errors import AgentError
+from agl_core.protocols import Launch
+from agl_core.types import Json
+from agl_core.wire import Assignment
+
+_FOLDERS = {
+    "HOME": "",
+    "XDG_CONFIG_HOME": ".config",
+    "XDG_DATA_HOME": ".local/share",
+    "XDG_STATE_HOME": ".local/state",
+    "XDG_CACHE_HOME": ".cache",
+    "TMPDIR": "tmp",
+}
+"""Variables for folders of a program's own, below its home."""
+_GIT = "[user]\n\tname = agent\n\temail = agent@localhost\n"
+
+
+class ProgramOptions(Section):
+    """The settings of a program that is known by name."""
+
+    model: str = Field("agl", pattern=r"^[\w./:@+-]+$")
+    """The name by which it asks for its model; the policy answers to any name."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of its command, before the prompt."""
+    variables: dict[str, str] = Field({})
+    """Further environment variables."""
+
+
+class CommandOptions(Section):
+    """The settings of the harness `command`. Its texts may have the placeholders of `Program`."""
+
+    command: tuple[str, ...] = Field(min_length=1)
+    """The command, for instance ["my-agent", "--model", "{model}", "{prompt}"]."""
+    model: str = ProgramOptions.model_fields["model"].default
+    """The name by which it asks for its model; the policy answers to any name."""
+    variables: dict[str, str] = Field({})
+    """Environment variables, beside OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys."""
+    files: dict[str, str] = Field({})
+    """Files that are written below its home before it starts, by path."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command-line agent.
+
+    Its texts may have the placeholders {prompt}, {model}, {key}, {home}, {workspace}, {base_url} (which ends in /v1)
+    and {origin} (the same without /v1).
+    """
+
+    name: str
+    command: tuple[str, ...]
+    """How it is started without a person; `{arguments}` alone stands for the user's own."""
+    install: str = ""
+    """The command that installs it, for errors."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Its settings: files below its home, by path."""
+    answer: Callable[[Json], Json] = field(default=lambda printed: printed)
+    """Its answer, of what it printed."""
+
+
+class ProgramHarness:
+    """Starts a program for each attempt. AgentError if it is not installed."""
+
+    def __init__(self, program: Program, options: ProgramOptions | CommandOptions, config: RunConfig | None) -> None:
+        self._program, self._options = program, options
+        self._works_here = config is None
+        if shutil.which(program.command[0]) is None:
+            remedy = f"Install it: {program.install}" if program.install else "Install it, or write its whole path."
+            raise AgentError(f"harness '{program.name}': there is no program '{program.command[0]}' to run. {remedy}")
+
+    @asynccontextmanager
+    async def launch(self, assignment: Assignment, base_url: str, folder: Path) -> AsyncIterator[Launch]:
+        home = folder / "home"
+        workspace = Path.cwd() if self._works_here else folder / "workspace"
+        values = {
+            "{prompt}": prompt_of(assignment.task_input),
+            "{model}": self._options.model,
+            "{key}": assignment.key,
+            "{home}": str(home),
+            "{workspace}": str(workspace),
+            "{base_url}": f"{base_url}{assignment.path}/v1",
+            "{origin}": f"{base_url}{assignment.path}",
+        }
+        workspace.mkdir(exist_ok=True)
+        await asyncio.to_thread(self._write_home, home, values)
+        command = []
+        for word in self._program.command:
+            own = getattr(self._options, "arguments", ()) if word == "{arguments}" else (word,)
+            command += [_filled(text, values) for text in own]
+        variables = {
+            **client_variables(values["{origin}"], assignment.key),
+            **{name: str(home / path) for name, path in _FOLDERS.items()},
+            **{n: _filled(text, values) for n, text in {**self._program.variables, **self._options.variables}.items()},
+        }
+        yield Launch(command, workspace, variables, self._program.answer)
+
+    def _write_home(self, home: Path, values: Mapping[str, str]) -> None:
+        for path in _FOLDERS.values():
+            (home / path).mkdir(parents=True, exist_ok=True)
+        for path, text in {".gitconfig": _GIT, **self._program.files}.items():
+            (home / path).parent.mkdir(parents=True, exist_ok=True)
+            (home / path).write_text(_filled(text, values))
+
+
+def command_harness(options: CommandOptions, config: RunConfig | None) -> ProgramHarness:
+    """Any program, by a command with placeholders."""
+    program = Program("command", options.command, files=options.files)
+    return ProgramHarness(program, options, config)
+
+
+def prompt_of(task_input: Json) -> str:
+    """The prompt in a task's input: the input itself, or its `prompt`. AgentError without one.
+
+    >>> prompt_of({"prompt": "Fix the test.", "workspace": {"folder": "shop"}})
+    'Fix the test.'
+    """
+    prompt = task_input.get("prompt") if isinstance(task_input, dict) else task_input
+    if not isinstance(prompt, str) or not prompt.strip() or "\0" in prompt:
+        raise AgentError("A harness needs a prompt: the task's input has to be a text, or an object with 'prompt'.")
+    return prompt
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    """The text with its placeholders replaced, each once: a prompt's own braces stay as they are."""
+    parts = re.split("(" + "|".join(map(re.escape, values)) + ")", text)
+    return "".join(values.get(part, part) for part in parts)

@@ -1,0 +1,20 @@
+"""The components of this package."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from agl_core import hookimpl
+from agl_core.kinds import HARNESS, Register
+
+
+@hookimpl
+def register_components(register: Register) -> None:
+    """A harness for each program, and one for any other."""
+    from agl_harnesses.harness import CommandOptions, ProgramHarness, ProgramOptions, command_harness
+    from agl_harnesses.programs import PROGRAMS
+
+    for program in PROGRAMS:
+        doc = f"Starts `{program.command[0]}`."
+        register(HARNESS, program.name, partial(ProgramHarness, program), options=ProgramOptions, doc=doc)
+    register(HARNESS, "command", command_harness, options=CommandOptions)
