@@ -75,7 +75,7 @@ class Harness(Protocol):
     """Starts a program for each attempt."""
 
     def launch(self, assignment: Assignment, base_url: str, folder: Path) -> AbstractAsyncContextManager[Launch]:
-        """What to run for an attempt at the gateway `base_url`; `folder` is the attempt's own, and empty."""
+        """Prepare an attempt, whose model calls go to `base_url`; `folder` is the attempt's own, and empty."""
         ...
 
 

@@ -20,7 +20,8 @@ from agl_core.config.load import load
 from agl_core.kinds import Kind
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
-from agl_core.types import DropReason, Ending, Episode, Reward, Task
+from agl_core.types import DropReason, Ending, Episode, Mode, Reward, Task
+from agl_core.wire import Assignment
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
 FILES = {
@@ -36,6 +37,7 @@ MADE = {
     kinds.TASK_SOURCE: {"sums"},
     kinds.TRACKER: {"reward_curve"},
     kinds.STORE: {"fast_disk"},
+    kinds.HARNESS: {"shell_agent"},
     kinds.ENGINE: {"endpoint"},
     kinds.ADAPTER: {"tiny"},
     kinds.CONFIG_TABLE: {"opening"},
@@ -124,6 +126,18 @@ async def test_the_examples_work_as_a_users_own_files(files: list[Path], tmp_pat
     assert await engine.versions() == {"a": 0}
     await engine.stop()
     assert built(kinds.CONFIG_TABLE, "opening", hour=8).hour == 8
+    task = Assignment(
+        rollout="r",
+        attempt=0,
+        task_id="t",
+        task_input="Hello.",
+        task_split="train",
+        mode=Mode.TRAIN,
+        path="/r",
+        key="k",
+    )
+    async with built(kinds.HARNESS, "shell_agent", None, model="m").launch(task, "http://agl", tmp_path) as launch:
+        assert launch.command == ["sh", "agent.sh", "--model", "m", "Hello."]
     curve = built(kinds.TRACKER, "reward_curve", tmp_path, path=tmp_path / "rewards.csv")
     curve.log(1, {"reward/mean": 0.5})
     curve.log(2, {"loss": 0.5})

@@ -6,6 +6,7 @@ import asyncio
 import json
 import mmap
 import os
+import sys
 from typing import Any
 
 import httpx
@@ -69,4 +70,4 @@ async def _ask(base_url: str, key: str, agent: str = "solver", system: str | Non
 
 if __name__ == "__main__":
     asyncio.run(solve_unaware(json.loads(os.environ["AGL_TASK"])))
-    print("it is a command")
+    print(*["it is a command", *sys.argv[1:]])

@@ -170,6 +170,8 @@ GROUPS, EVALUATIONS = ran(groups_and_rollouts), ran(evaluations)
 CHECKPOINTS, REWARDS, FILES, ENDINGS = ran(checkpoints), ran(rewards), ran(files), ran(endings)
 APART: Given = {"workers.processes": 0}
 TORCH: Given = {"plugins": [], "engine.name": "torch"}
+COMMAND = [sys.executable, str(HERE / "scripted_agent.py")]
+HARNESS: Given = {"agent": {"harness": "command", "options": {"command": COMMAND}}}
 SECOND: Given = {"policies.second.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}
 LORA: Given = {"policies.default.model.lora": {"rank": 4}}
 SLOW: Given = {"rewards": {"regex_format": {"pattern": "(a|a)*b", "time_limit": 600}}}
@@ -192,7 +194,9 @@ EFFECTS: Mapping[str, Effect] = {
     "folder": Effect(train_tasks, {"folder": "below"}, TORCH),
     "plugins": Effect(engines, {"plugins": []}, {"engine.name": "torch"}),
     "agent.entry": Effect(RESULTS, {"agent.entry": "scripted_agent:solve_badly"}),
-    "agent.command": Effect(RESULTS, {"agent": {"command": [sys.executable, str(HERE / "scripted_agent.py")]}}),
+    "agent.command": Effect(RESULTS, {"agent": {"command": COMMAND}}),
+    "agent.harness": Effect(RESULTS, HARNESS),
+    "agent.options": Effect(RESULTS, {"agent.options.command": [*COMMAND, "with options"]}, HARNESS),
     "agent.attach": Effect(endings_of_an_unaware_agent, {"agent.attach": True}, agent("solve_unaware")),
     "tasks": Effect(EVALUATIONS, {"tasks.second": {"source": "jsonl", "path": "tasks.jsonl"}}),
     "tasks.NAME.source": Effect(train_tasks, {"tasks.train": {"source": "counting"}}),
@@ -300,7 +304,7 @@ SEEN_BY: Mapping[str, tuple[str, ...]] = {
 
 
 SETTINGS = every_setting(Plugins.load())
-PROCESSES = ("agent.command", "workers.isolation", "workers.memory_mib")
+PROCESSES = ("agent.command", "agent.harness", "agent.options", "workers.isolation", "workers.memory_mib")
 """To see these, a process is started for each attempt."""
 
 

@@ -82,6 +82,7 @@ class ProgramHarness:
     def __init__(self, program: Program, options: ProgramOptions | CommandOptions, config: RunConfig | None) -> None:
         self._program, self._options = program, options
         self._works_here = config is None
+        self._prompts = any("{prompt}" in text for text in (*program.command, *options.variables.values()))
         if shutil.which(program.command[0]) is None:
             remedy = f"Install it: {program.install}" if program.install else "Install it, or write its whole path."
             raise AgentError(f"harness '{program.name}': there is no program '{program.command[0]}' to run. {remedy}")
@@ -91,7 +92,7 @@ class ProgramHarness:
         home = folder / "home"
         workspace = Path.cwd() if self._works_here else folder / "workspace"
         values = {
-            "{prompt}": prompt_of(assignment.task_input),
+            "{prompt}": prompt_of(assignment.task_input) if self._prompts else "",
             "{model}": self._options.model,
             "{key}": assignment.key,
             "{home}": str(home),

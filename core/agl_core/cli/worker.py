@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,8 +19,8 @@ from agl_core.cli.screen import Screen, Set
 from agl_core.client.agent import agent_environment, client_variables
 from agl_core.client.local import choose_runner
 from agl_core.client.worker import LightningClient, Worker, on_signals
-from agl_core.config.load import CONFIG_FILE, read_config
-from agl_core.config.models import AgentSection, RunConfig, UntrainedConfig
+from agl_core.config.load import CONFIG_FILE, apply_overrides, read_config
+from agl_core.config.models import RunConfig, UntrainedConfig
 from agl_core.config.resolve import Problems
 from agl_core.errors import ConfigError
 from agl_core.plugins import Plugins
@@ -30,23 +30,12 @@ from agl_core.wire import OPERATOR_KEY, SERVER_FILE, WORKER_KEY, ServerFile, pro
 Target = Annotated[
     Path | None,
     typer.Argument(
-        help="The run's configuration (TOML), or its folder; not needed with --server and --entry or --command.",
+        help="The run's configuration (TOML), or its folder; not needed with --server and --set agent.…",
     ),
 ]
 ServerUrl = Annotated[
     str | None,
     typer.Option("--server", metavar="URL", help="Where `agl train` listens."),
-]
-Entry = Annotated[
-    str | None,
-    typer.Option(metavar="MODULE:FUNCTION", help="The agent, instead of the file's agent.entry."),
-]
-Command = Annotated[
-    str | None,
-    typer.Option(
-        metavar="'PROGRAM …'",
-        help="A program that is run for each rollout (agent.command), instead of the file's agent.",
-    ),
 ]
 Concurrency = Annotated[
     int | None,
@@ -63,8 +52,6 @@ _SHOW_EVERY = 10.0
 def work(
     target: Target = None,
     server: ServerUrl = None,
-    entry: Entry = None,
-    command: Command = None,
     concurrency: Concurrency = None,
     drain: Drain = 30.0,
     set_: Set = [],
@@ -73,14 +60,14 @@ def work(
 
     On the machine of `agl train`, the run's folder says where the server is and has its key. On other machines, name
     the server with --server and set AGL_WORKER_KEY to the value it has there. Each machine needs the agent and what the
-    agent needs. It needs the configuration too, unless --entry or --command names the agent. It needs no engine,
-    algorithms, rewards or weights.
+    agent needs, and the configuration, or --set agent.entry=MODULE:FUNCTION. It needs no engine, algorithms, rewards or
+    weights.
 
     A worker may be killed at any time: what it ran is tried again elsewhere. While the server is away, it waits. The
     first Ctrl-C or SIGTERM lets its rollouts end (--drain), the second gives them back immediately.
     """
     keys = take_keys()
-    config, run_dir = _configured(target, server, entry, command, set_)
+    config, run_dir = _configured(target, server, set_)
     for name in config.secret_variables(os.environ):
         take_key(name)
     known = None if target is None else config
@@ -92,29 +79,23 @@ def work(
         os.execve(sys.executable, sys.orig_argv, {**os.environ, **keys})
 
 
-def _configured(
-    target: Path | None, url: str | None, entry: str | None, command: str | None, overrides: list[str]
-) -> tuple[RunConfig, Path | None]:
-    """The configuration with the agent and an absolute `folder`; and the run's folder, if that is the target."""
-    own = None
-    if entry is not None or command is not None:
-        report = Problems(Path("The agent of --entry or --command"))
-        own = report.validated(AgentSection, {"entry": entry, "command": command})
-        report.raise_if_any()
+def _configured(target: Path | None, url: str | None, overrides: list[str]) -> tuple[RunConfig, Path | None]:
+    """The configuration with an absolute `folder`; and the run's folder, if that is the target."""
+    run_dir = target if target is not None and target.is_dir() else None
     if target is None:
-        if url is None or own is None or overrides:
-            raise ConfigError(
-                "Name the run's configuration or its folder. Only with --server and either --entry or --command, and "
-                "without --set, a worker needs none."
-            )
-        return UntrainedConfig(config_version=1, agent=own, folder=Path.cwd()), None
-    run_dir = target if target.is_dir() else None
-    config = read_config(target if run_dir is None else run_dir / CONFIG_FILE, overrides, runs_agent=True)
-    if own is not None:
-        attaches = config.agent is None or config.agent.attach
-        config = config.model_copy(update={"agent": own.model_copy(update={"attach": attaches})})
-    if config.agent is None:
-        raise ConfigError(f"{target} names no agent to run. Name it with --entry or --command, or set agent.entry.")
+        data: dict[str, Any] = {"config_version": 1}
+        report = Problems(Path("--set"), apply_overrides(data, overrides))
+        own = report.validated(UntrainedConfig, data)
+        report.raise_if_any()
+        assert own is not None
+        config: RunConfig = own.model_copy(update={"folder": Path.cwd() / own.folder})
+    else:
+        config = read_config(target if run_dir is None else run_dir / CONFIG_FILE, overrides, runs_agent=True)
+    if config.agent is None or (target is None and url is None):
+        raise ConfigError(
+            "Name the run's configuration, which names the agent, or its folder. A worker needs neither with --server "
+            "and the agent, as in --set agent.entry=MODULE:FUNCTION."
+        )
     return config, run_dir
 
 

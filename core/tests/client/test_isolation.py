@@ -271,7 +271,8 @@ async def test_a_worker_that_is_killed_leaves_nothing_behind(pids: Path, workpla
     server = workplace.stack.server
     task = Task("t", {"does": "start_family", "file": str(pids), "then": "ignore SIGTERM"})
     await server.queue.enqueue([make.rollout("w0", task=task)])
-    command = ["worker", "--server", server.base_url, "--entry", "isolated_agents:solve", "--concurrency", "2"]
+    entry = "agent.entry=isolated_agents:solve"
+    command = ["worker", "--server", server.base_url, "--set", entry, "--concurrency", "2"]
     environment = {**os.environ, WORKER_KEY: server.worker_key}
     worker = await asyncio.create_subprocess_exec(
         AGL, *command, cwd=HERE, env=environment, stderr=asyncio.subprocess.DEVNULL
@@ -362,7 +363,7 @@ async def test_what_an_async_agent_starts_finds_no_key_that_opens_anything(tmp_p
         task = Task("t", {"tool": str(tmp_path / "a_tool.py"), "sibling": sibling.rollout})
         inherited = {WORKER_KEY: keys.worker, OPERATOR_KEY: keys.operator}
         own = make.rollout("own", task=task)
-        attempt = await run_worker(stack, own, tmp_path, "--entry", "an_agent:solve", **inherited)
+        attempt = await run_worker(stack, own, tmp_path, "--set", "agent.entry=an_agent:solve", **inherited)
         assert attempt.ending is Ending.FINISHED, attempt.error
         taken, environment = attempt.result
         assert taken == []

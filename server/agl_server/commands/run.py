@@ -90,8 +90,8 @@ def run(
     described: Mapping[str, Any]
     if config is None:
         answering = _open_upstream(choose_url(upstream), choose_key(upstream_key_env), model)
-        models, url = dict(answering.models), answering.urls[0]
-        described = {"command": command, "harness": harness, "upstream": url, "models": models}
+        asked = {"command": command} if harness is None else {"harness": harness, "prompt": " ".join(command)}
+        described = {**asked, "upstream": answering.urls[0], "models": dict(answering.models)}
         folder = RUNS / check_name(name or "capture")
         if name is None or not is_capture(folder):
             folder = first_free(folder, lambda new: write_capture(new, described))
