@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from agl_core import hookimpl
-from agl_core.kinds import HARNESS, Register
+from agl_core.kinds import HARNESS, REWARD, Register
+from agl_harnesses.grading import TestsPassOptions, tests_pass
+from agl_harnesses.grading import diff_size as diff_size
+from agl_harnesses.grading import untouched as untouched
 
 
 @hookimpl
 def register_components(register: Register) -> None:
-    """A harness for each program, and one for any other."""
+    """A harness for each program, and one for any other; the rewards by tests."""
     from agl_harnesses.harness import CommandOptions, ProgramHarness, ProgramOptions, command_harness
     from agl_harnesses.programs import PROGRAMS
 
@@ -18,3 +21,4 @@ def register_components(register: Register) -> None:
         doc = f"Starts `{program.command[0]}`."
         register(HARNESS, program.name, partial(ProgramHarness, program), options=ProgramOptions, doc=doc)
     register(HARNESS, "command", command_harness, options=CommandOptions)
+    register(REWARD, "tests_pass", tests_pass, options=TestsPassOptions)

@@ -1,0 +1,389 @@
+"""The folder that an attempt works in: a copy of a folder or of a git commit, and the patch of what was changed in it.
+
+    source ──copied once──▶ pristine copy, with `setup` run in it (cached) ──copied──▶ workspace ──▶ patch
+
+The agent may have planted anything in the workspace. The patch is made of its files' bytes alone, in a git directory
+elsewhere: no hook, filter, attribute or configuration of the workspace takes effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from agl_core.config.sections import Section
+from agl_core.errors import AgentError, AglError
+from agl_core.types import Json
+from agl_core.types.forms import dump_json
+from agl_core.wire import MAX_RESULT
+
+GIT_ENVIRONMENT = {
+    "PATH": os.environ.get("PATH", os.defpath),
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_AUTHOR_NAME": "agl",
+    "GIT_AUTHOR_EMAIL": "agl@localhost",
+    "GIT_AUTHOR_DATE": "@0 +0000",
+    "GIT_COMMITTER_NAME": "agl",
+    "GIT_COMMITTER_EMAIL": "agl@localhost",
+    "GIT_COMMITTER_DATE": "@0 +0000",
+}
+"""The environment of git where it works on files of agents: nothing of the user's configuration takes effect."""
+MAX_PATCH = MAX_RESULT * 3 // 4
+"""Bytes of a patch as JSON; the rest of a result is for the agent's text."""
+MAX_CHANGED = 64 << 20
+"""Bytes of all changed files, before and after."""
+_SETUP_TAIL = 2000
+
+
+class WorkspaceError(AglError, RuntimeError):
+    """A workspace cannot be made: its source is missing, or its setup failed."""
+
+
+class WorkspaceSource(Section):
+    """The origin of a workspace's files: a folder, or a commit of a git repository. Neither: it is empty."""
+
+    folder: Path | None = None
+    """The folder that is copied for each attempt."""
+    repository: str | None = None
+    """A git repository, by path or URL; `commit` says which state of it."""
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{7,64}$")] | None = None
+    """The hash of the commit. The workspace is a repository of this one commit, without its history or its future."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> WorkspaceSource:
+        if (self.repository is None) != (self.commit is None):
+            raise ValueError("`repository` and `commit` belong together: give both or neither")
+        if self.folder is not None and self.repository is not None:
+            raise ValueError("the files come from `folder` or from `repository`: give one of them")
+        return self
+
+
+class WorkspaceSection(WorkspaceSource):
+    """The folder that each attempt of a harness works in, and the limits of what runs there."""
+
+    setup: str | None = None
+    """A shell command that is run once in a copy of the source; attempts get copies of the result. It runs without a
+    sandbox. Paths below the copy change with each attempt."""
+    runner: Literal["auto", "plain", "bubblewrap"] = "auto"
+    """`bubblewrap`: a sandbox with a system that cannot be written, a /tmp of its own and no network but the gateway.
+    `plain`: a process of the same user, which can read what the user can. `auto`: bubblewrap if it works here."""
+    network: bool = False
+    """True: the sandbox of bubblewrap has the machine's network."""
+    reads: tuple[Path, ...] = ()
+    """Further folders that programs in the sandbox may read, such as those of a compiler outside of /usr."""
+    memory_mib: Annotated[int, Field(ge=16)] | None = None
+    """The memory that each process may have, in MiB."""
+    processes: Annotated[int, Field(ge=4)] | None = None
+    """The number of processes at a time; with more, all of them are ended."""
+    disk_mib: Annotated[int, Field(ge=1)] | None = None
+    """The space that the workspace and the home may take, in MiB; with more, all processes are ended."""
+    ignore: tuple[str, ...] = ("__pycache__", "*.pyc", ".pytest_cache", "node_modules")
+    """Files and folders that are no part of the patch, by name or, with a slash, by path; `*`, `?` and `[…]` match."""
+
+
+def task_source(task_input: Json, where: str = "the task's input") -> WorkspaceSource | None:
+    """The source that a task brings under `workspace`. WorkspaceError, which says `where`, if it cannot be one."""
+    if not isinstance(task_input, dict) or (described := task_input.get("workspace")) is None:
+        return None
+    try:
+        return WorkspaceSource.model_validate(described)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, ("workspace", *problem["loc"])))
+        raise WorkspaceError(
+            f"{where}: `{place}`: {problem['msg']}. It has a folder, or a repository and a commit."
+        ) from None
+
+
+class Workspaces:
+    """Makes workspaces as a [workspace] table says; `folder` is the one that relative paths start at."""
+
+    def __init__(self, section: WorkspaceSection, folder: Path) -> None:
+        self.section, self._folder = section, folder
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        self._cache = cache / "agl" / "workspaces"
+
+    def create(self, source: WorkspaceSource | None, folder: Path) -> Workspace:
+        """A workspace at `folder`, which does not exist yet, from a task's source or else the table's; it blocks.
+
+        WorkspaceError if the source is not there or its setup fails.
+        """
+        pristine = self._pristine(source or self.section)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _copy(pristine, folder)
+        return Workspace(folder, pristine, self.section.ignore)
+
+    def _pristine(self, source: WorkspaceSource) -> Path:
+        """The cached copy of the source with its setup done; the first to need it makes it."""
+        if source.folder is not None:
+            origin = (self._folder / source.folder.expanduser()).resolve()
+            if not origin.is_dir():
+                raise WorkspaceError(f"workspace.folder: there is no folder {origin}. Correct the path.")
+            identity: list[Json] = ["folder", str(origin), _fingerprint(origin)]
+        elif source.repository is not None and source.commit is not None:
+            local = (self._folder / source.repository).resolve()
+            repository = str(local) if local.is_dir() else source.repository
+            identity = ["commit", repository, source.commit]
+        else:
+            identity = ["empty"]
+        digest = hashlib.sha256(repr([*identity, self.section.setup]).encode()).hexdigest()[:32]
+        pristine = self._cache / "trees" / digest
+        with self._locked(digest):
+            if not pristine.is_dir():
+                pristine.parent.mkdir(parents=True, exist_ok=True)
+                with TemporaryDirectory(dir=self._cache, prefix="new-") as new:
+                    tree = Path(new) / "tree"
+                    if source.folder is not None:
+                        _copy(origin, tree)
+                    else:
+                        tree.mkdir()
+                    if source.commit is not None:
+                        self._check_out(repository, source.commit, tree)
+                    self._set_up(tree)
+                    tree.rename(pristine)
+        return pristine
+
+    def _check_out(self, repository: str, commit: str, tree: Path) -> None:
+        """Write the files of a commit to `tree`, as a repository of one commit."""
+        clone = self._cache / "clones" / hashlib.sha256(repository.encode()).hexdigest()[:32]
+        asks_nobody = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+        with self._locked(clone.name):
+            if not clone.is_dir():
+                part = clone.with_name(f"{clone.name}.part")
+                shutil.rmtree(part, ignore_errors=True)
+                _git("clone", "--quiet", "--bare", "--", repository, str(part), env=asks_nobody)
+                part.rename(clone)
+            try:
+                _git("cat-file", "-e", f"{commit}^{{commit}}", folder=clone)
+            except WorkspaceError:
+                _git("fetch", "--quiet", "origin", "+refs/*:refs/*", folder=clone, env=asks_nobody)
+                _git("cat-file", "-e", f"{commit}^{{commit}}", folder=clone)
+        index = {"GIT_DIR": str(clone), "GIT_WORK_TREE": str(tree), "GIT_INDEX_FILE": f"{tree}.index"}
+        for arguments in (["read-tree", commit], ["checkout-index", "--all"]):
+            _git(*arguments, folder=tree, env={**GIT_ENVIRONMENT, **index})
+        for command in ("init --quiet", "add --all --force .", "commit --quiet --allow-empty --message=Start"):
+            _git(*command.split(), folder=tree)
+
+    def _set_up(self, tree: Path) -> None:
+        if self.section.setup is None:
+            return
+        done = subprocess.run(
+            ["sh", "-c", self.section.setup],
+            cwd=tree,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        if done.returncode != 0:
+            tail = done.stdout[-_SETUP_TAIL:].decode(errors="replace").strip()
+            raise WorkspaceError(
+                f"workspace.setup: the command '{self.section.setup}' ended with status {done.returncode}. "
+                f"Correct it; the end of its output:\n{tail}"
+            )
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Hold the lock of a cached thing: workers of one machine share the cache."""
+        (self._cache / "locks").mkdir(parents=True, exist_ok=True)
+        with (self._cache / "locks" / name).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """An attempt's folder, and the copy that it was made from."""
+
+    path: Path
+    pristine: Path
+    ignore: Sequence[str] = ()
+
+    def diff(self) -> str:
+        """The changes as a git patch, which `apply_patch` takes; it blocks. Nothing must write to the folder meanwhile.
+
+        It has regular files, also binary ones, and symbolic links that stay inside. Devices, sockets, links out of the
+        folder and everything called `.git` are left out. AgentError if the patch would not fit into a result.
+        """
+        before, after = _files(self.pristine, self.ignore), _files(self.path, self.ignore)
+        changed = [
+            name
+            for name in sorted(before.keys() | after.keys())
+            if before.get(name) != after.get(name) or not _is_same(self.pristine / name, self.path / name)
+        ]
+        sides = ((self.pristine, before), (self.path, after))
+        total = sum((root / name).lstat().st_size for root, files in sides for name in changed if name in files)
+        if total > MAX_CHANGED:
+            raise self._too_large(f"{total} bytes of files, and {MAX_CHANGED}")
+        if not changed:
+            return ""
+        with _git_directory() as git:
+            commits = [*_commit("before", self.pristine, before, changed), *_commit("after", self.path, after, changed)]
+            _git("fast-import", "--quiet", folder=git, stdin=b"".join(commits))
+            compare = ("diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-renames", "before", "after")
+            try:
+                patch = _git(*compare, folder=git).decode()
+            except UnicodeDecodeError:  # Texts in another encoding than JSON's travel as binary files do.
+                (git / "info" / "attributes").write_text("* -diff\n")
+                patch = _git(*compare, folder=git).decode(errors="replace")
+        if (size := len(dump_json(patch).encode())) > MAX_PATCH:
+            raise self._too_large(f"a patch of {size} bytes, and {MAX_PATCH}")
+        return patch
+
+    def _too_large(self, what: str) -> AgentError:
+        return AgentError(
+            f"The changes in the workspace are {what} are the limit. Name what is built there in workspace.ignore."
+        )
+
+
+class PatchError(ValueError):
+    """A patch does not fit the files that it is to change, or is none."""
+
+
+def patched_paths(patch: str) -> list[str]:
+    """The paths that a patch changes. PatchError if it cannot be read."""
+    if not patch:
+        return []
+    with _git_directory() as git:
+        listed = _apply(git, git, patch, "--numstat", "-z").decode(errors="surrogateescape")
+    return [entry.split("\t", 2)[2] for entry in listed.split("\0") if entry]
+
+
+def apply_patch(patch: str, folder: Path, excluded: Sequence[str] = ()) -> None:
+    """Apply a patch of `Workspace.diff` to a copy of what it was made against. PatchError if it does not fit.
+
+    `excluded` are paths whose changes are left out. Nothing is written outside of the folder.
+    """
+    if patch:
+        with _git_directory() as git:
+            _apply(git, folder, patch, *(f"--exclude={_literal(path)}" for path in excluded))
+
+
+def _apply(git: Path, folder: Path, patch: str, *options: str) -> bytes:
+    # The attributes of the git directory win over those in the tree: no conversion, no filter.
+    (git / "info" / "attributes").write_text("* -text !eol !ident !filter !working-tree-encoding !whitespace\n")
+    environment = {**GIT_ENVIRONMENT, "GIT_DIR": str(git), "GIT_WORK_TREE": str(folder)}
+    if re.search(r"^(rename|copy) from ", patch, re.MULTILINE):
+        raise PatchError("it renames files: make it by git diff --no-renames")
+    try:
+        return _git("apply", "--whitespace=nowarn", *options, "-", folder=folder, env=environment, stdin=patch.encode())
+    except WorkspaceError as error:
+        raise PatchError(str(error)) from None
+
+
+def is_matched(path: str, patterns: Sequence[str]) -> bool:
+    """True if a pattern without a slash matches a part of the path, or one with a slash the path or a folder above.
+
+    >>> is_matched("a/conftest.py", ["conftest.py"]), is_matched("b/a.py", ["a/*"]), is_matched("a/b/c", ["a/b"])
+    (True, False, True)
+    """
+    parts = path.split("/")
+    above = ["/".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in (above if "/" in pattern else parts))
+
+
+def _files(root: Path, ignore: Sequence[str]) -> dict[str, tuple[str, str | None]]:
+    """Mode and link target of each file below the root that can be part of a patch, by path."""
+    files: dict[str, tuple[str, str | None]] = {}
+
+    def walk(folder: Path, above: str) -> None:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                path = f"{above}{entry.name}"
+                if entry.name.lower() == ".git" or is_matched(path, ignore):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    walk(Path(entry.path), f"{path}/")
+                elif entry.is_symlink():
+                    target = os.readlink(entry.path)
+                    inside = os.path.normpath(os.path.join(above, target))
+                    if not os.path.isabs(target) and inside.split("/")[0] != "..":
+                        files[path] = ("120000", target)
+                elif entry.is_file(follow_symlinks=False):
+                    executable = entry.stat(follow_symlinks=False).st_mode & stat.S_IXUSR
+                    files[path] = ("100755" if executable else "100644", None)
+
+    walk(root, "")
+    return files
+
+
+def _is_same(before: Path, after: Path) -> bool:
+    if before.is_symlink():
+        return True
+    return before.stat().st_size == after.stat().st_size and before.read_bytes() == after.read_bytes()
+
+
+def _commit(
+    name: str, root: Path, files: Mapping[str, tuple[str, str | None]], changed: Sequence[str]
+) -> Iterator[bytes]:
+    """A commit of the changed files as git's fast-import reads it."""
+    yield f"commit refs/heads/{name}\ncommitter agl <> 0 +0000\ndata 0\n".encode()
+    for path in changed:
+        if path in files:
+            mode, target = files[path]
+            content = (root / path).read_bytes() if target is None else os.fsencode(target)
+            quoted = os.fsencode(path).replace(b"\\", b"\\\\").replace(b'"', b'\\"').replace(b"\n", b"\\n")
+            yield b'M %s inline "%s"\ndata %d\n%s\n' % (mode.encode(), quoted, len(content), content)
+
+
+@contextlib.contextmanager
+def _git_directory() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="agl-git-") as folder:
+        git = Path(folder)
+        _git("init", "--quiet", "--bare", "--template=", ".", folder=git)
+        (git / "info").mkdir()
+        yield git
+
+
+def _git(
+    *arguments: str, folder: Path = Path("/"), env: Mapping[str, str] = GIT_ENVIRONMENT, stdin: bytes = b""
+) -> bytes:
+    """The output of git. WorkspaceError with its words if it fails."""
+    command = ["git", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=true", *arguments]
+    try:
+        return subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, check=True).stdout
+    except FileNotFoundError:
+        raise WorkspaceError("Workspaces need the program git, which is not installed.") from None
+    except subprocess.CalledProcessError as error:
+        words = error.stderr[-_SETUP_TAIL:].decode(errors="replace").strip()
+        raise WorkspaceError(f"git {arguments[0]} failed: {words}") from None
+
+
+def _copy(origin: Path, folder: Path) -> None:
+    """Copy a folder as it is, by reflinks where the file system has them."""
+    done = subprocess.run(["cp", "-a", "--", str(origin), str(folder)], capture_output=True, check=False)
+    if done.returncode != 0:
+        words = done.stderr[-_SETUP_TAIL:].decode(errors="replace").strip()
+        raise WorkspaceError(f"The workspace {origin} cannot be copied: {words}")
+
+
+def _fingerprint(folder: Path) -> str:
+    """A digest of the names, sizes and times of all files below a folder."""
+    digest = hashlib.sha256()
+    for path, _, names in sorted(os.walk(folder)):
+        for name in sorted(names):
+            file = os.path.join(path, name)
+            status = os.lstat(file)
+            digest.update(f"{file!r} {status.st_size} {status.st_mtime_ns} {status.st_mode}\n".encode())
+    return digest.hexdigest()
+
+
+def _literal(path: str) -> str:
+    """The path as a pattern that matches nothing else."""
+    return "".join(f"\\{character}" if character in "*?[\\" else character for character in path)
