@@ -31,7 +31,7 @@ import agl_core
 from agl_core.config.sections import Section
 from agl_core.errors import ConfigError
 from agl_core.protocols import RewardRule
-from agl_core.types import Episode
+from agl_core.types import Episode, Reward
 from agl_harnesses.sandbox import confined
 from agl_harnesses.workspace import (
     PatchError,
@@ -48,7 +48,10 @@ PROTECTED = (
     "pyproject.toml", "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "__pycache__", "site-packages", ".venv",
 )  # fmt: skip
 """Tests, and files that steer what runs them: an attempt's changes to them are left out."""
-_MAX_OUTPUT, _MAX_REPORT = 8 << 10, 32 << 20
+_PASSED = "passed"
+_MAX_REPORT = 32 << 20
+_MAX_OUTPUT, _MAX_MESSAGE, _MAX_NAMED = 4000, 200, 20
+"""Characters of the output and of a test's message, and failed tests, that evidence has."""
 _AT_ONCE = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
 _PYTEST = """\
@@ -106,10 +109,8 @@ class Verdict:
 
     passed: frozenset[str]
     """Ids of those that certainly passed."""
-    reason: str
-    """Why there are no more of them, where it is not the tests' own outcome."""
-    output: str
-    """The end of what the command printed: it is the agent's text."""
+    evidence: str
+    """The reasons, for people; text of the agent is part of it."""
 
 
 class TestsPassOptions(Section):
@@ -136,13 +137,14 @@ def tests_pass(options: TestsPassOptions) -> RewardRule:
     `pass_to_pass` fails, the reward is 0. The patch's changes to tests and to files that steer pytest are left out.
     """
 
-    async def score(episode: Episode) -> float:
+    async def score(episode: Episode) -> list[Reward]:
         tests = _hidden_tests(episode)
         verdict = await judge(episode, tests, options)
-        if not verdict.passed.issuperset(tests.pass_to_pass):
-            return 0.0
-        share = len(verdict.passed.intersection(tests.fail_to_pass)) / len(set(tests.fail_to_pass))
-        return share if options.score == "share" else float(share == 1)
+        solved = set(tests.fail_to_pass) & verdict.passed
+        value = len(solved) / len(set(tests.fail_to_pass)) if verdict.passed.issuperset(tests.pass_to_pass) else 0.0
+        if options.score == "all":
+            value = float(value == 1)
+        return [Reward(episode.rollout, episode.attempt, "tests_pass", value, "", evidence=verdict.evidence)]
 
     return score
 
@@ -153,7 +155,7 @@ async def judge(episode: Episode, tests: HiddenTests, options: TestsPassOptions)
     own = task_source({**task.metadata}, f"Task '{task.id}', its metadata")
     source = own or task_source(task.input, f"Task '{task.id}', its input")
     if diff is None:
-        return Verdict(frozenset(), "the attempt's result has no diff, as that of a harness has", "")
+        return Verdict(frozenset(), "The attempt's result has no diff, as that of a harness has.")
     turns = _AT_ONCE.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(max(2, os.cpu_count() or 1)))
     async with turns:
         with TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:
@@ -169,7 +171,7 @@ async def _run_tests(tests: HiddenTests, diff: str, root: Path, home: Path, opti
     try:
         await asyncio.to_thread(_prepare, tests, diff, root)
     except PatchError as error:
-        return Verdict(frozenset(), f"the patch cannot be applied: {error}", "")
+        return Verdict(frozenset(), f"The patch cannot be applied: {error}")
     report = home / f"{secrets.token_hex(8)}.xml"
     if tests.command:
         command = [part.replace("{junit}", str(report)) for part in tests.command]
@@ -298,27 +300,32 @@ def _verdict(tests: HiddenTests, controls: set[str], status: int | None, report:
     """The proof in a report: a test passed if it is there once, as passed, and everything else is as it has to be."""
 
     def refused(reason: str) -> Verdict:
-        return Verdict(frozenset(), reason, output)
+        return Verdict(frozenset(), f"{reason} The end of its output:\n{output}")
 
     if status is None:
-        return refused("the tests took too long")
+        return refused("The tests took too long.")
     outcomes: dict[str, list[str]] = {}
     try:
         if report.is_symlink() or report.stat().st_size > _MAX_REPORT:
             raise ValueError
         for case in ElementTree.parse(report).iter("testcase"):
-            tags = {child.tag for child in case}
-            outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+            worse = [child for child in case if child.tag in ("failure", "error", "skipped")]
+            outcome = f"{worse[0].tag}: {worse[0].get('message', '')[:_MAX_MESSAGE]}" if worse else _PASSED
             outcomes.setdefault(f"{case.get('classname')}.{case.get('name')}", []).append(outcome)
     except (OSError, ValueError, ElementTree.ParseError):
-        return refused(f"the command exited with status {status} and wrote no report")
-    if any(outcomes.get(name) != ["failed"] for name in controls):
-        return refused("tests that have to fail did not: the test runner was tampered with, or could not start")
-    has_failed = any("failed" in each for each in outcomes.values())
-    if status != 1 if controls else has_failed != (status != 0):
-        return refused(f"the report does not go with exit status {status}")
-    ids = (*tests.fail_to_pass, *tests.pass_to_pass)
-    return Verdict(frozenset(id for id in ids if outcomes.get(_reported(id)) == ["passed"]), "", output)
+        return refused(f"The command exited with status {status} and wrote no report.")
+    if not all(len(outcomes.get(name, ())) == 1 and _has_failed(outcomes[name]) for name in controls):
+        return refused("Tests that have to fail did not: the test runner was tampered with, or could not start.")
+    if status != 1 if controls else any(map(_has_failed, outcomes.values())) != (status != 0):
+        return refused(f"The report does not go with exit status {status}.")
+    ended = {id: outcomes.get(_reported(id), ["it did not run"]) for id in (*tests.fail_to_pass, *tests.pass_to_pass)}
+    passed = frozenset(id for id, ends in ended.items() if ends == [_PASSED])
+    failed = [f"{id}: {'; '.join(ends)}" for id, ends in ended.items() if id not in passed]
+    return Verdict(passed, "\n".join([f"{len(passed)} of {len(ended)} tests passed.", *failed[:_MAX_NAMED]]))
+
+
+def _has_failed(outcomes: Sequence[str]) -> bool:
+    return any(outcome.startswith(("failure", "error")) for outcome in outcomes)
 
 
 @agl_core.reward_rule

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from agl_core.errors import ConfigError
-from agl_core.types import Ending, Episode, Mode, Task
+from agl_core.learning.rewards import ScoringRule, score
+from agl_core.types import Ending, Episode, Mode, Reward, Task
 from agl_harnesses import grading
 from agl_harnesses.workspace import Workspaces, WorkspaceSection
 
@@ -61,10 +62,15 @@ def episode(project: Path, change: Change, tests: Any = TESTS) -> Episode:
 
 
 async def reward(project: Path, change: Change, tests: Any = TESTS, **settings: Any) -> float:
+    return (await rewarded(project, episode(project, change, tests), **settings)).value
+
+
+async def rewarded(project: Path, attempt: Episode, **settings: Any) -> Reward:
     rule = grading.tests_pass(grading.TestsPassOptions(folder=project, **{"timeout": 250.0, **settings}))
-    value = await rule(episode(project, change, tests))
-    assert isinstance(value, float)
-    return value
+    scored, errors = await score(attempt, [ScoringRule("tests_pass", rule)], {})
+    if errors:
+        raise errors[0]
+    return scored.rewards[0]
 
 
 def writes(files: dict[str, str]) -> Change:
@@ -207,7 +213,8 @@ async def test_an_endless_loop_ends_with_its_time(project: Path) -> None:
     rule = grading.TestsPassOptions(folder=project, timeout=2)
     attempt = episode(project, writes({"calc.py": endless}))
     verdict = await grading.judge(attempt, grading.HiddenTests.model_validate(TESTS), rule)
-    assert (verdict.passed, verdict.reason) == (frozenset(), "the tests took too long")
+    assert not verdict.passed
+    assert verdict.evidence.startswith("The tests took too long.")
 
 
 async def test_nothing_is_written_or_read_through_a_link(project: Path) -> None:
@@ -221,8 +228,7 @@ async def test_nothing_is_written_or_read_through_a_link(project: Path) -> None:
     ids = [id.replace("tests/", "deep/") for id in TESTS["fail_to_pass"]]
     tests = {"files": {"deep/test_calc.py": HIDDEN}, "fail_to_pass": ids}
     attempt = replace(attempt, task=replace(attempt.task, metadata={"tests": tests}))
-    rule = grading.tests_pass(grading.TestsPassOptions(folder=project, timeout=250.0))
-    assert await rule(attempt) == 0.0
+    assert (await rewarded(project, attempt)).value == 0.0
     assert (outside / "test_calc.py").read_text() == ALWAYS_PASSES
 
 
@@ -257,3 +263,15 @@ def test_a_patch_is_judged_by_its_size_and_by_what_it_touches(project: Path) -> 
     assert grading.untouched(attempt, patterns=("tests", "*.py")) == 0.0
     assert grading.untouched(attempt, patterns=("*.toml", "src/*")) == 1.0
     assert grading.untouched(replace(attempt, result=None), patterns=("*.toml",)) == 0.0
+
+
+async def test_the_evidence_says_what_failed_and_what_was_printed(project: Path) -> None:
+    attempt = episode(project, writes({"calc.py": HALF}))
+    graded = await rewarded(project, attempt)
+    assert graded.name == "tests_pass"
+    assert graded.evidence == (
+        "2 of 3 tests passed.\ntests/test_calc.py::TestMul::test_mul: failure: AssertionError: 6 != 9"
+    )
+    broken = await rewarded(project, replace(attempt, result={"diff": "no patch"}))
+    assert broken.evidence is not None
+    assert broken.evidence.startswith("The patch cannot be applied: git apply failed")

@@ -167,8 +167,7 @@ async def _compare(group: Sequence[_EpisodeScores], rules: Sequence[ScoringRule]
     for scoring in rules:
         assert isinstance(scoring.rule, GroupRewardRule)
         try:
-            episodes = [scores.episode for scores in group]
-            values = list(await _call(scoring, scoring.rule.reward, episodes))
+            values = list(await _call(scoring, scoring.rule.reward, [scores.episode for scores in group]))
             if len(values) != len(group):
                 raise ValueError(f"it gave {len(values)} values for {len(group)} episodes; one for each is needed")
         except Exception as error:
@@ -195,8 +194,7 @@ class _EpisodeScores:
     def give(self, scoring: ScoringRule, value: RewardValue) -> None:
         """Note what a rule gave. ValueError if it cannot be a reward."""
         rewards = _as_rewards(self.episode, scoring.name, value)
-        endless = [reward for reward in rewards if not _are_finite([reward.value])]
-        if endless:
+        if endless := [reward for reward in rewards if not _are_finite([reward.value])]:
             where = "" if endless[0].name == scoring.name else f" for '{endless[0].name}'"
             error = ValueError(f"it gave {endless[0].value}{where}, which is no finite number in single precision")
             if scoring.weight == 0:

@@ -243,6 +243,8 @@ class Reward:
     call: str | None = None
     """The call it belongs to; None: the rollout's terminal reward."""
     choice: int = 0
+    evidence: str | None = None
+    """The reasons of the rule, for people; text of agents may be part of it."""
 
 
 @dataclass(frozen=True, slots=True)

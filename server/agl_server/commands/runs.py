@@ -201,7 +201,11 @@ def _print_attempt(screen: Screen, report: AttemptReport, group: GroupReport, wi
     screen.print(f"  result: {_json(episode.result, width)}")
     for reward in report.uncounted_rewards:
         screen.print(f"  reward {_reward(reward)[:-1]}, which does not count)", style="yellow")
-    screen.print(f"  terminal reward: {_terminal(report.terminal(group.chosen.entry.weights))}", style="bold")
+    terminal = report.terminal(group.chosen.entry.weights)
+    screen.print(f"  terminal reward: {_terminal(terminal)}", style="bold")
+    for _, reward in terminal.parts:
+        for line in (reward.evidence or "").splitlines():
+            screen.print(f"    {one_line(line, width)}")
     if counts:
         _print_credit(screen, group)
 

@@ -56,6 +56,13 @@ def test_rewards_have_their_provenance_and_the_group_its_credit(run: Any) -> Non
     assert "agl show RUN ID" in run.agl("show", "runs/calc", "s1-g0-m0", "more").output
 
 
+def test_the_evidence_of_a_rule_is_below_its_reward(run: Any) -> None:
+    run.put(Reward("s1-g0-m0", 0, "right", 1.0, "right", evidence=f"2 of 3 tests passed\n{HOSTILE}"))
+    lines = shown(run).splitlines()
+    place = lines.index("  terminal reward: 1 = right 1 (by right)")
+    assert lines[place + 1 : place + 3] == ["    2 of 3 tests passed", "    ·]0;owned··[31m·2J"]
+
+
 def test_each_error_of_an_attempt_has_a_line(run: Any) -> None:
     run.put(
         *(replace(r, error="crash " * 60 + "\nrule") if isinstance(r, Attempt) else r for r in run.trained(1, "m0"))
