@@ -30,7 +30,7 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Harness, Launch, Upstream
 from agl_core.types import AttemptKey, Ending, Mode, Rollout, Run, Task
 from agl_core.wire import Assignment, Lease, LeaseRequest, take_keys
-from agl_server.commands.screen import KeyVariable, Model, UpstreamUrl
+from agl_server.commands.screen import HarnessName, KeyVariable, Model, UpstreamUrl
 from agl_server.commands.upstreams import ANEW, choose_key, choose_url, open_upstream
 from agl_server.gateway.attempts import RunSettings
 from agl_server.http.keys import Keys
@@ -43,12 +43,6 @@ from agl_server.training.session import engine_context
 
 Command = Annotated[
     list[str], typer.Argument(metavar="COMMAND...", help="The command, after --; with --harness, the prompt.")
-]
-HarnessOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="A program that is known by name, such as codex, with settings and a home of its own."
-    ),
 ]
 ConfigOption = Annotated[
     Path | None,
@@ -69,7 +63,7 @@ _TIMEOUT = 30 * 86_400.0
 
 def run(
     command: Command,
-    harness: HarnessOption = None,
+    harness: HarnessName = None,
     config: ConfigOption = None,
     upstream: UpstreamUrl = None,
     upstream_key_env: KeyVariable = None,

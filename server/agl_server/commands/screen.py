@@ -25,6 +25,10 @@ Run = Annotated[Path, typer.Argument(help="The run: its folder, or its name belo
 NewestRun = Annotated[Path | None, typer.Argument(help="The run; by default the newest below ./runs.")]
 Runs = Annotated[list[Path], typer.Argument(help="Runs: folders, or names below ./runs.")]
 Seed = Annotated[int | None, typer.Option(help="Overrides the file's seed.")]
+HarnessName = Annotated[
+    str | None,
+    typer.Option("--harness", metavar="NAME", help="A program known by name, such as codex (`agl plugins` has all)."),
+]
 
 # A server
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0: any free one.")]

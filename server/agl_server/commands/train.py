@@ -20,7 +20,7 @@ from agl_core.errors import ConfigError
 from agl_core.protocols import Engine
 from agl_core.types import Mode
 from agl_core.wire import OPERATOR_KEY
-from agl_server.commands.screen import ConsoleObserver, Seed, show_in_browser
+from agl_server.commands.screen import ConsoleObserver, HarnessName, Seed, show_in_browser
 from agl_server.health.verdict import METRICS_FILE, counts
 from agl_server.http.listening import run
 from agl_server.reading.files import is_recording
@@ -214,6 +214,7 @@ def evaluate(
     repeat: Repeat = 1,
     against: Against = None,
     success: Success = 1.0,
+    harness: HarnessName = None,
     seed: Seed = None,
     set_: Set = [],
     as_json: AsJson = False,
@@ -223,6 +224,8 @@ def evaluate(
     They are also a line of the run's metrics.jsonl.
     """
     folder, checkpoint = _resolve(target)
+    if harness is not None:
+        set_ = [f'agent={{harness = "{harness}"}}', *set_]
     loaded = load(Path(target) if folder is None else folder / CONFIG_FILE, set_, seed)
     if repeat > 1 and Mode.EVAL_SAMPLED not in loaded.config.eval.modes:
         raise ConfigError("--repeat repeats sampled replies, and eval.modes has greedy ones only.")
@@ -245,11 +248,11 @@ def evaluate(
         result |= {"scores": evaluated.scores, "passes": solved}
         print_json(result if other is None else {**result, "against": other, "comparison": compared})
         return
-    rewards = table("held-out set", "sampling", "score", "rollouts", "seconds")
+    rewards = table("held-out set", "sampling", "score", "rollouts", "tokens", "seconds")
     for entry in evaluated.entries:
         for name, value in scores_of(entry).items():
-            numbers = score(value), str(entry.get("rollouts", "-")), f"{entry['seconds']:.1f}"
-            rewards.add_row(entry["set"], name, *numbers)
+            counts = (str(entry.get(count, "-")) for count in ("rollouts", "tokens"))
+            rewards.add_row(entry["set"], name, score(value), *counts, f"{entry['seconds']:.1f}")
     console.print(rewards)
     if solved:
         tries = table("held-out set", "tasks", "k", "pass@k", "pass^k")

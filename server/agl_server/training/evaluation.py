@@ -313,7 +313,8 @@ class Evaluator:
             rewards = tuple(scored_return(episode) or 0.0 for episode in episodes[first : first + tries])
             evaluated.scores.append(TaskScore(split, mode, episodes[first].task.id, rewards))
         calls = sum(len({t.key.call for t in episode.transitions}) for episode in episodes)
-        entry = {"reward": metrics["reward/mean"], "rollouts": len(episodes), "calls": calls}
+        sampled = sum(len(t.response_ids) for e in episodes for t in e.transitions if t.response_ids is not None)
+        entry = {"reward": metrics["reward/mean"], "rollouts": len(episodes), "calls": calls, "tokens": sampled}
         evaluated.add(name, metrics, {"step": step, "set": split, "mode": mode, **entry}, started)
 
     async def _measure(self, evaluated: Evaluation, step: int, replies: HeldOutReplies) -> None:
