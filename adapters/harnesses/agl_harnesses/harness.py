@@ -1,14 +1,15 @@
-"""Starting a command-line agent for an attempt: its command, settings and files, in a home of its own."""
+"""Starting a command-line agent for an attempt: its command and settings, a home and a workspace of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -19,6 +20,8 @@ from agl_core.errors import AgentError
 from agl_core.protocols import Launch
 from agl_core.types import Json
 from agl_core.wire import Assignment
+from agl_harnesses.sandbox import confined
+from agl_harnesses.workspace import Workspaces, WorkspaceSection, task_source
 
 _FOLDERS = {
     "HOME": "",
@@ -77,30 +80,36 @@ class Program:
 
 
 class ProgramHarness:
-    """Starts a program for each attempt. AgentError if it is not installed."""
+    """Starts a program for each attempt. AgentError if it is not installed.
+
+    Its result is what the program answers as `text`, and what it changed as `diff`, a git patch. Without a
+    configuration it works in the current folder, and its result is the answer alone.
+    """
 
     def __init__(self, program: Program, options: ProgramOptions | CommandOptions, config: RunConfig | None) -> None:
-        self._program, self._options = program, options
-        self._works_here = config is None
+        self._program, self._options, self._workspaces = program, options, None
         self._prompts = any("{prompt}" in text for text in (*program.command, *options.variables.values()))
-        if shutil.which(program.command[0]) is None:
+        if config is not None:
+            section = WorkspaceSection.model_validate((config.model_extra or {}).get("workspace", {}))
+            self._workspaces = Workspaces(section, config.folder)
+        path = shutil.which(program.command[0])
+        self._reads = [] if path is None else list(_installation(Path(path)))
+        if path is None:
             remedy = f"Install it: {program.install}" if program.install else "Install it, or write its whole path."
             raise AgentError(f"harness '{program.name}': there is no program '{program.command[0]}' to run. {remedy}")
 
     @asynccontextmanager
     async def launch(self, assignment: Assignment, base_url: str, folder: Path) -> AsyncIterator[Launch]:
-        home = folder / "home"
-        workspace = Path.cwd() if self._works_here else folder / "workspace"
+        home, path = folder / "home", Path.cwd() if self._workspaces is None else folder / "workspace"
         values = {
             "{prompt}": prompt_of(assignment.task_input) if self._prompts else "",
             "{model}": self._options.model,
             "{key}": assignment.key,
             "{home}": str(home),
-            "{workspace}": str(workspace),
+            "{workspace}": str(path),
             "{base_url}": f"{base_url}{assignment.path}/v1",
             "{origin}": f"{base_url}{assignment.path}",
         }
-        workspace.mkdir(exist_ok=True)
         await asyncio.to_thread(self._write_home, home, values)
         command = []
         for word in self._program.command:
@@ -111,7 +120,18 @@ class ProgramHarness:
             **{name: str(home / path) for name, path in _FOLDERS.items()},
             **{n: _filled(text, values) for n, text in {**self._program.variables, **self._options.variables}.items()},
         }
-        yield Launch(command, workspace, variables, self._program.answer)
+        if self._workspaces is None:
+            yield Launch(command, path, variables, self._program.answer)
+            return
+        source, section = task_source(assignment.task_input), self._workspaces.section
+        workspace = await asyncio.to_thread(self._workspaces.create, source, path)
+
+        def result(printed: Json) -> Json:
+            return {"text": self._program.answer(printed), "diff": workspace.diff()}
+
+        places: Any = {"workspace": path, "home": home, "gateway": base_url, "reads": self._reads}
+        async with confined(command, section=section, **places) as confined_command:
+            yield Launch(confined_command, path, variables, result)
 
     def _write_home(self, home: Path, values: Mapping[str, str]) -> None:
         for path in _FOLDERS.values():
@@ -125,6 +145,13 @@ def command_harness(options: CommandOptions, config: RunConfig | None) -> Progra
     """Any program, by a command with placeholders."""
     program = Program("command", options.command, files=options.files)
     return ProgramHarness(program, options, config)
+
+
+def _installation(program: Path) -> Iterator[Path]:
+    """The folders that a program is installed in: those above `bin`, of the link and of its target."""
+    for path in {program, program.resolve()}:
+        folder = path.parents[1]
+        yield path if Path.home().is_relative_to(folder) else folder
 
 
 def prompt_of(task_input: Json) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from functools import partial
 
 from agl_core import hookimpl
-from agl_core.kinds import HARNESS, REWARD, Register
+from agl_core.kinds import CONFIG_TABLE, HARNESS, REWARD, Register
 from agl_harnesses.grading import TestsPassOptions, tests_pass
 from agl_harnesses.grading import diff_size as diff_size
 from agl_harnesses.grading import untouched as untouched
+from agl_harnesses.workspace import WorkspaceSection
 
 
 @hookimpl
 def register_components(register: Register) -> None:
-    """A harness for each program, and one for any other; the rewards by tests."""
+    """A harness for each program, and one for any other; the table of workspaces; the rewards by tests."""
     from agl_harnesses.harness import CommandOptions, ProgramHarness, ProgramOptions, command_harness
     from agl_harnesses.programs import PROGRAMS
 
@@ -21,4 +22,5 @@ def register_components(register: Register) -> None:
         doc = f"Starts `{program.command[0]}`."
         register(HARNESS, program.name, partial(ProgramHarness, program), options=ProgramOptions, doc=doc)
     register(HARNESS, "command", command_harness, options=CommandOptions)
+    register(CONFIG_TABLE, "workspace", lambda options: options, options=WorkspaceSection, doc=WorkspaceSection.__doc__)
     register(REWARD, "tests_pass", tests_pass, options=TestsPassOptions)

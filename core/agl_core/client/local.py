@@ -62,6 +62,7 @@ def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
         else:
             component = plugins.component(HARNESS, str(agent.harness), "agent.harness")
             harness = component.build(component.options(**agent.options or {}), config)
+            files = None  # It has no framework that agl knows, and settings of its own.
         return CommandPerAttempt(harness, plugins=files, memory=memory, secrets=secrets)
     if agent.attach:
         attach(installed_adapters(plugins))

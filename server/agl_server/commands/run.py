@@ -169,9 +169,8 @@ async def _record(
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases
         key = AttemptKey(lease.rollout, lease.attempt)
-        status, interrupted, recording = await _launch(
-            program or _Typed(command), lease, server.base_url, config.plugin_files
-        )
+        launched, files = (program, None) if program else (_Typed(command), config.plugin_files)
+        status, interrupted, recording = await _launch(launched, lease, server.base_url, files)
         ending = Ending.FINISHED if status == 0 else Ending.CANCELLED if interrupted else Ending.CRASHED
         error = f"the command ended with status {status}" if ending is Ending.CRASHED else None
         await server.queue.close_attempt(key, closing(AttemptEnd(ending, {"exit_status": status}, error), recording))
@@ -192,7 +191,7 @@ class _Typed:
 
 
 async def _launch(
-    program: Harness, lease: Lease, base_url: str, plugins: Sequence[Path]
+    program: Harness, lease: Lease, base_url: str, plugins: Sequence[Path] | None
 ) -> tuple[int, bool, Recording]:
     """Run the command as a shell would: its status, whether it got a signal, its reports. OSError without a start."""
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
@@ -216,8 +215,9 @@ async def _launch(
         reports.mkdir()
         own.mkdir()
         async with program.launch(lease, base_url, own) as launch:
-            bootstrap = bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugins)
-            environment = {**inherited, **attempt_variables(lease, base_url), **launch.variables, **bootstrap}
+            environment = {**inherited, **attempt_variables(lease, base_url), **launch.variables}
+            if plugins is not None:
+                environment |= bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugins)
             process = await asyncio.create_subprocess_exec(*launch.command, env=environment, cwd=launch.folder)
             for number in tuple(signals):  # Those from before its start.
                 pass_on(number)

@@ -1,0 +1,92 @@
+"""A program that nobody changed works on a task: from its prompt to its patch, and to the reward by hidden tests."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_core.client.local import WorkerThread, choose_runner
+from agl_core.config.models import UntrainedConfig
+from agl_core.errors import AgentError
+from agl_core.plugins import Plugins
+from agl_core.testing import episodes as make
+from agl_core.testing.scripts import Say
+from agl_core.types import Ending, Task
+from agl_harnesses import grading
+from agl_harnesses.harness import prompt_of
+from agl_server.testing import running_stack
+
+PROGRAM = """
+import json, os, sys, urllib.request
+
+model, prompt = sys.argv[1:]
+body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+reply = urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60)
+code = json.load(reply)["choices"][0]["message"]["content"]
+with open("shop.py", "w") as file:
+    file.write(code)
+with open(os.path.join(os.environ["HOME"], "settings")) as file:
+    print("wrote shop.py with", file.read())
+"""
+TESTS = "import shop\n\ndef test_total():\n    assert shop.total([2, 3]) == 5\n"
+RIGHT = "def total(prices):\n    return sum(prices)\n"
+
+bubblewrap = pytest.param(
+    "bubblewrap", marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
+)
+
+
+@pytest.mark.parametrize("runner", ["plain", bubblewrap])
+async def test_a_program_solves_a_task_in_its_workspace(runner: str, tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "shop.py").write_text("def total(prices):\n    return 0\n")
+    options = {
+        "command": [sys.executable, "-c", PROGRAM, "{model}", "{prompt}"],
+        "files": {"settings": "{model} at {origin}"},
+    }
+    tables: dict[str, Any] = {"workspace": {"folder": "shop", "runner": runner}}
+    agent = {"harness": "command", "options": options}
+    config = UntrainedConfig.model_validate({"config_version": 1, "folder": tmp_path, "agent": agent, **tables})
+    metadata = {"tests": {"files": {"test_shop.py": TESTS}, "fail_to_pass": ["test_shop.py::test_total"]}}
+    task = Task("t", {"prompt": "Repair {key}: -total", "workspace": {"folder": "shop"}}, metadata=metadata)
+    async with running_stack(timeout=120) as stack:
+        stack.upstream.script(Say(RIGHT))
+        server = stack.server
+        await server.queue.enqueue([make.rollout("r", task=task)])
+        runs = choose_runner(config, Plugins.load(), server.base_url)
+        worker = WorkerThread(runs, base_url=server.base_url, worker_key=server.worker_key, concurrency=1)
+        worker.begin()
+        [rollout] = await server.queue.done(["r"])
+        await worker.stop()
+        [attempt] = await stack.store.attempts("r")
+        [call] = await stack.calls(attempt.key)
+    assert (attempt.ending, attempt.error) == (Ending.FINISHED, None)
+    assert attempt.result["text"] == f"wrote shop.py with agl at {server.base_url}/rollout/r/attempt/0"
+    assert call.request["messages"] == [{"role": "user", "content": "Repair {key}: -total"}]
+    assert "+    return sum(prices)" in attempt.result["diff"]
+    episode = make.episode(result=attempt.result, task=rollout.task)
+    rule: Any = grading.tests_pass(grading.TestsPassOptions(workspace=tables["workspace"], folder=tmp_path))
+    [reward] = await rule(episode)
+    assert reward.value == 1.0
+
+
+def test_a_prompt_is_a_text_or_is_missed_by_name() -> None:
+    assert prompt_of("Fix it.") == prompt_of({"prompt": "Fix it.", "more": 1}) == "Fix it."
+    for wrong in ({"question": "2 + 2?"}, " ", {"prompt": 5}, None, "nul\0"):
+        with pytest.raises(AgentError, match="an object with 'prompt'"):
+            prompt_of(wrong)
+
+
+def test_a_program_that_is_not_installed_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = UntrainedConfig.model_validate({"config_version": 1, "agent": {"harness": "mini-swe-agent"}})
+    with pytest.raises(AgentError, match=r"no program 'mini' to run\. Install it: pipx install mini"):
+        choose_runner(config, Plugins.load(), "http://127.0.0.1:1")
