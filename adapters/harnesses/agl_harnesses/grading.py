@@ -85,6 +85,8 @@ class HiddenTests(Section):
     """Texts of files that are put over the workspace, by path."""
     folder: Path | None = None
     """A folder whose files are put over the workspace, absolute."""
+    patch: str = ""
+    """A git patch that brings the tests, instead."""
     fail_to_pass: Annotated[tuple[str, ...], Field(min_length=1)]
     """The tests that a solution has to make pass, by pytest's ids: `tests/test_a.py::TestA::test_b[1]`."""
     pass_to_pass: tuple[str, ...] = ()
@@ -220,6 +222,7 @@ def _prepare(tests: HiddenTests, diff: str, root: Path) -> None:
     ids = {id.partition("::")[0] for id in (*tests.fail_to_pass, *tests.pass_to_pass)}
     excluded = [path for path in patched_paths(diff) if path in ids or is_matched(path, PROTECTED)]
     apply_patch(diff, root, excluded)
+    apply_patch(tests.patch, root)
     files = dict[str, bytes]()
     if tests.folder is not None:
         below = (path for path in tests.folder.rglob("*") if path.is_file())

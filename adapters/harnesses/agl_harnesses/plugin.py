@@ -9,6 +9,7 @@ from agl_core.kinds import CONFIG_TABLE, HARNESS, REWARD, Register
 from agl_harnesses.grading import TestsPassOptions, tests_pass
 from agl_harnesses.grading import diff_size as diff_size
 from agl_harnesses.grading import untouched as untouched
+from agl_harnesses.tasks import swe as swe
 from agl_harnesses.workspace import WorkspaceSection
 
 

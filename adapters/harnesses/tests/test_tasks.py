@@ -1,0 +1,79 @@
+"""Published task formats become tasks that harnesses solve and hidden tests judge."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_core.errors import ConfigError
+from agl_core.kinds import TASK_SOURCE
+from agl_core.plugins import Plugins
+from agl_core.testing import episodes as make
+from agl_harnesses import grading
+from agl_harnesses.workspace import Workspaces, WorkspaceSection, task_source
+
+WRONG, RIGHT = "def half(n):\n    return n // 2 + 1\n", "def half(n):\n    return n // 2\n"
+TEST = "from halves import half\n\ndef test_half():\n    assert half(4) == 2\n\ndef test_type():\n    assert half(2)\n"
+
+
+def swe(folder: Path, **settings: Any) -> Any:
+    component = Plugins.load().component(TASK_SOURCE, "swe", "the test")
+    return component.build(component.options(**settings), folder, 0)
+
+
+def git(*arguments: str, folder: Path) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+async def test_a_row_of_swe_is_solved_in_a_copy_of_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    clone = tmp_path / "clones" / "owner" / "halves"
+    clone.mkdir(parents=True)
+    (clone / "halves.py").write_text(WRONG)
+    git("init", "--quiet", folder=clone)
+    git("add", ".", folder=clone)
+    git("commit", "--quiet", "-m", "Halves", folder=clone)
+    base = git("rev-parse", "HEAD", folder=clone).strip()
+    (clone / "test_halves.py").write_text(TEST)
+    git("add", ".", folder=clone)
+    row = {
+        "instance_id": "owner__halves-1",
+        "repo": "owner/halves",
+        "base_commit": base,
+        "problem_statement": "half(4) is 3.",
+        "test_patch": git("diff", "--cached", folder=clone),
+        "FAIL_TO_PASS": json.dumps(["test_halves.py::test_half"]),
+        "PASS_TO_PASS": ["test_halves.py::test_type"],
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    tasks = swe(tmp_path, path=tmp_path / "rows.jsonl", repositories=str(tmp_path / "clones" / "{repo}"))
+    task = tasks.task(0)
+    assert (tasks.size, task.id, task.input["prompt"]) == (1, "owner__halves-1", "half(4) is 3.")
+    workspaces = Workspaces(WorkspaceSection(), tmp_path)
+    rule: Any = grading.tests_pass(grading.TestsPassOptions(folder=tmp_path))
+    rewards = []
+    for name, code in (("unchanged", WRONG), ("fixed", RIGHT), ("other", "half = abs\n")):
+        workspace = workspaces.create(task_source(task.input), tmp_path / name)
+        assert (workspace.path / "halves.py").read_text() == WRONG
+        assert not (workspace.path / "test_halves.py").exists()
+        (workspace.path / "halves.py").write_text(code)
+        [reward] = await rule(make.episode(result={"text": "", "diff": workspace.diff()}, task=task))
+        rewards.append(reward.value)
+    assert rewards == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [("{\n", "line 1 is no JSON"), ('\n{"instance_id": "a"}\n', "line 2 has no 'FAIL_TO_PASS'"), (None, "cannot read")],
+)
+def test_a_row_that_is_no_task_is_named(lines: str | None, words: str, tmp_path: Path) -> None:
+    if lines is not None:
+        (tmp_path / "rows.jsonl").write_text(lines)
+    with pytest.raises(ConfigError, match=words):
+        swe(tmp_path, path=tmp_path / "rows.jsonl")
