@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ _FOLDERS = {
     "TMPDIR": "tmp",
 }
 """Variables for folders of a program's own, below its home."""
+_PROMPT = ".prompt"
 _GIT = "[user]\n\tname = agent\n\temail = agent@localhost\n"
 
 
@@ -63,8 +65,8 @@ class CommandOptions(Section):
 class Program:
     """A command-line agent.
 
-    Its texts may have the placeholders {prompt}, {model}, {key}, {home}, {workspace}, {base_url} (which ends in /v1)
-    and {origin} (the same without /v1).
+    Its texts may have the placeholders {prompt}, {prompt_file}, {model}, {key}, {home}, {workspace}, {base_url} (which
+    ends in /v1) and {origin} (the same without /v1).
     """
 
     name: str
@@ -72,11 +74,15 @@ class Program:
     """How it is started without a person; `{arguments}` alone stands for the user's own."""
     install: str = ""
     """The command that installs it, for errors."""
+    reads_prompt: bool = False
+    """It takes the prompt from its standard input, where none is taken for an option or is too long."""
     variables: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     """Its settings: files below its home, by path."""
     answer: Callable[[Json], Json] = field(default=lambda printed: printed)
     """Its answer, of what it printed."""
+    settings: tuple[str, ...] = ()
+    """Beginnings of the environment variables that it reads: those of its user do not reach it."""
 
 
 class ProgramHarness:
@@ -88,7 +94,8 @@ class ProgramHarness:
 
     def __init__(self, program: Program, options: ProgramOptions | CommandOptions, config: RunConfig | None) -> None:
         self._program, self._options, self._workspaces = program, options, None
-        self._prompts = any("{prompt}" in text for text in (*program.command, *options.variables.values()))
+        texts = (*program.command, *options.variables.values())
+        self._prompts = program.reads_prompt or any("{prompt" in text for text in texts)
         if config is not None:
             section = WorkspaceSection.model_validate((config.model_extra or {}).get("workspace", {}))
             self._workspaces = Workspaces(section, config.folder)
@@ -103,6 +110,7 @@ class ProgramHarness:
         home, path = folder / "home", Path.cwd() if self._workspaces is None else folder / "workspace"
         values = {
             "{prompt}": prompt_of(assignment.task_input) if self._prompts else "",
+            "{prompt_file}": str(home / _PROMPT),
             "{model}": self._options.model,
             "{key}": assignment.key,
             "{home}": str(home),
@@ -120,6 +128,12 @@ class ProgramHarness:
             **{name: str(home / path) for name, path in _FOLDERS.items()},
             **{n: _filled(text, values) for n, text in {**self._program.variables, **self._options.variables}.items()},
         }
+        if self._program.reads_prompt:
+            command = ["sh", "-c", 'exec "$@" <"$0"', values["{prompt_file}"], *command]
+        # A program that is started in a session of itself would take that session's settings for its own.
+        foreign = [n for n in os.environ if n.startswith(self._program.settings) and n not in variables]
+        if foreign:
+            command = ["env", *(f"-u{name}" for name in foreign), *command]
         if self._workspaces is None:
             yield Launch(command, path, variables, self._program.answer)
             return
@@ -136,7 +150,7 @@ class ProgramHarness:
     def _write_home(self, home: Path, values: Mapping[str, str]) -> None:
         for path in _FOLDERS.values():
             (home / path).mkdir(parents=True, exist_ok=True)
-        for path, text in {".gitconfig": _GIT, **self._program.files}.items():
+        for path, text in {".gitconfig": _GIT, _PROMPT: "{prompt}", **self._program.files}.items():
             (home / path).parent.mkdir(parents=True, exist_ok=True)
             (home / path).write_text(_filled(text, values))
 

@@ -2,13 +2,153 @@
 
 from __future__ import annotations
 
+from agl_core.types import Json
 from agl_harnesses.harness import Program
+
+_OPENCODE = """{
+  "model": "agl/{model}", "small_model": "agl/{model}", "enabled_providers": ["agl"],
+  "permission": "allow", "share": "disabled", "autoupdate": false, "lsp": false, "formatter": false,
+  "provider": {"agl": {
+    "npm": "@ai-sdk/openai-compatible",
+    "options": {"baseURL": "{base_url}", "apiKey": "{key}"},
+    "models": {"{model}": {"tool_call": true, "limit": {"context": 128000, "output": 8192}}}
+  }}
+}
+"""
+_CODEX = """\
+model = "{model}"
+model_provider = "agl"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+web_search = "disabled"
+check_for_update_on_startup = false
+
+[model_providers.agl]
+name = "agl"
+base_url = "{base_url}"
+env_key = "OPENAI_API_KEY"
+wire_api = "responses"
+
+[features]
+apps = false
+plugins = false
+
+[analytics]
+enabled = false
+
+[feedback]
+enabled = false
+"""
+_QWEN = """{
+  "security": {"auth": {"selectedType": "openai"}},
+  "general": {"enableAutoUpdate": false},
+  "privacy": {"usageStatisticsEnabled": false},
+  "telemetry": {"enabled": false}
+}
+"""
+
+
+_AIDER = """{
+  "openai/{model}": {
+    "litellm_provider": "openai", "mode": "chat", "max_input_tokens": 128000, "max_output_tokens": 8192,
+    "input_cost_per_token": 0, "output_cost_per_token": 0
+  }
+}
+"""
+
+
+def _claude_answer(printed: Json) -> Json:
+    """The last of its events has the answer."""
+    return printed.get("result") if isinstance(printed, dict) else printed
+
+
+def _mini_answer(printed: Json) -> Json:
+    """It prints its whole history, and last what it submitted."""
+    text = str(printed or "")
+    submitted = text.rpartition("\nExit:\n")[2].rpartition("\nSaved trajectory to ")[0]
+    return submitted.strip() or printed
+
+
+def _aider_answer(printed: Json) -> Json:
+    """It prints its model and repository before, and its usage behind."""
+    text = str(printed or "").partition("\n\n")[2]
+    return (text.rpartition("\nTokens: ")[0] or text).strip() or printed
+
 
 PROGRAMS: tuple[Program, ...] = (
     Program(
+        name="claude-code",
+        command=(
+            *("claude", "--print", "--output-format=stream-json", "--verbose", "--permission-mode=bypassPermissions"),
+            *("--model={model}", "{arguments}"),
+        ),
+        install="npm install -g @anthropic-ai/claude-code",
+        reads_prompt=True,
+        variables={
+            "CLAUDE_CONFIG_DIR": "{home}/.claude",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_AUTOUPDATER": "1",
+            "IS_SANDBOX": "1",  # Otherwise root may not bypass permissions.
+        },
+        answer=_claude_answer,
+        settings=("CLAUDE", "ANTHROPIC_"),
+    ),
+    Program(
+        name="codex",
+        command=(
+            *("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+            *("{arguments}", "-"),
+        ),
+        install="npm install -g @openai/codex",
+        reads_prompt=True,
+        variables={"CODEX_HOME": "{home}/.codex"},
+        files={".codex/config.toml": _CODEX},
+        settings=("CODEX_",),
+    ),
+    Program(
+        name="opencode",
+        command=("opencode", "run", "{arguments}"),
+        install="npm install -g opencode-ai",
+        reads_prompt=True,
+        variables={"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1"},
+        # It installs the package for plugins there, by npm; this it can do without.
+        files={".config/opencode/opencode.json": _OPENCODE, ".config/opencode/.npmrc": "offline=true\n"},
+        settings=("OPENCODE",),
+    ),
+    Program(
+        name="qwen-code",
+        command=("qwen", "--yolo", "--auth-type=openai", "--model={model}", "{arguments}"),
+        install="npm install -g @qwen-code/qwen-code",
+        reads_prompt=True,
+        variables={"OPENAI_MODEL": "{model}", "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1"},
+        files={".qwen/settings.json": _QWEN},
+        settings=("QWEN_", "GEMINI_"),
+    ),
+    Program(
         name="mini-swe-agent",
-        command=("mini", "-m", "openai/{model}", "{arguments}", "-y", "--exit-immediately", "-t", "{prompt}"),
+        command=("mini", "--model=openai/{model}", "{arguments}", "--yolo", "--exit-immediately", "--task={prompt}"),
         install="pipx install mini-swe-agent",
-        variables={"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"},
+        variables={
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "MSWEA_SILENT_STARTUP": "1",
+            "COLUMNS": "10000",  # Its lines are broken there.
+        },
+        answer=_mini_answer,
+        settings=("MSWEA_", "LITELLM_"),
+    ),
+    Program(
+        name="aider",
+        command=(
+            *("aider", "--model=openai/{model}", "--yes-always", "--no-git", "--no-check-update", "--no-analytics"),
+            *("--no-show-model-warnings", "--no-show-release-notes", "--no-pretty", "--no-fancy-input"),
+            *("{arguments}", "--message-file={prompt_file}"),
+        ),
+        install="pipx install aider-chat",
+        variables={"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        files={".aider.model.metadata.json": _AIDER},  # Or it asks the internet for the model's limits.
+        answer=_aider_answer,
+        settings=("AIDER_", "LITELLM_"),
     ),
 )
