@@ -290,6 +290,7 @@ SEEN_BY: Mapping[str, tuple[str, ...]] = {
     "algorithm.": ("algorithms/policy/tests", "algorithms/torch/tests"),
     "engine.torch.": ("algorithms/torch/tests",),
     "reward.feedback.": ("apps/online/tests",),
+    **dict.fromkeys(("reward.tests_pass.", "reward.diff_size.", "reward.untouched."), ("adapters/harnesses/tests",)),
     "reward.": ("rewards/tests",),
     "credit.discounted.": ("core/tests/learning",),
     "credit.": ("rewards/tests",),

@@ -240,6 +240,14 @@ async def test_another_command_reports_by_junit_xml(project: Path) -> None:
         assert await reward(project, writes({"calc.py": FIXED}), tests, score="share") == expected
 
 
+async def test_another_python_runs_the_tests(project: Path) -> None:
+    (project / "project" / "own-python").write_text("#!/bin/sh\necho my own\n")
+    (project / "project" / "own-python").chmod(0o755)
+    graded = await rewarded(project, episode(project, writes({"calc.py": FIXED})), python="own-python")
+    assert graded.value == 0.0
+    assert str(graded.evidence).endswith("wrote no report. The end of its output:\nmy own\n")
+
+
 @pytest.mark.parametrize(
     ("tests", "words"),
     [

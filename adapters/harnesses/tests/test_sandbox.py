@@ -116,6 +116,10 @@ async def test_the_sandbox_has_the_gateway_and_its_folders_alone(
     assert seen["tmp"] == [attempt.root.relative_to("/tmp").parts[0]] or not attempt.root.is_relative_to("/tmp")
     assert (attempt.workspace / "made").exists()
     assert (attempt.home / "made").exists()
+    _, output = await attempt.python(PROBE, *arguments, gateway=urls[0], runner=runner, network=True, reads=hidden[:1])
+    seen = json.loads(output)
+    assert (seen["gateway"], seen["other"]) == ("/v1", "/v1")
+    assert seen["paths"][:2] == [["there"], "FileNotFoundError"]
 
 
 async def test_a_plain_process_passes_its_status_and_its_signals_on(attempt: Attempt, urls: list[str]) -> None:
