@@ -46,6 +46,7 @@ from agl_harnesses.workspace import (
 PROTECTED = (
     "tests", "test_*.py", "*_test.py", "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg",
     "pyproject.toml", "sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "__pycache__", "site-packages", ".venv",
+    "*.dist-info", "*.egg-info",
 )  # fmt: skip
 """Tests, and files that steer what runs them: an attempt's changes to them are left out."""
 _PASSED = "passed"
@@ -196,7 +197,7 @@ async def _run_tests(tests: HiddenTests, diff: str, root: Path, home: Path, opti
             *files,
         ]
     status, output = await _run(command, root, home, options)
-    return _verdict(tests, controls, status, report, output)
+    return await asyncio.to_thread(_verdict, tests, controls, status, report, output)
 
 
 def _hidden_tests(episode: Episode) -> HiddenTests:

@@ -219,8 +219,15 @@ class Workspace:
         """The changes as a git patch, which `apply_patch` takes; it blocks. Nothing must write to the folder meanwhile.
 
         It has regular files, also binary ones, and symbolic links that stay inside. Devices, sockets, links out of the
-        folder and everything called `.git` are left out. AgentError if the patch would not fit into a result.
+        folder and everything called `.git` are left out. AgentError if the folder cannot be read, or the patch would
+        not fit into a result.
         """
+        try:
+            return self._diff()
+        except OSError as error:
+            raise AgentError(f"The workspace cannot be read: {error}") from error
+
+    def _diff(self) -> str:
         before, after = _files(self.pristine, self.ignore), _files(self.path, self.ignore)
         changed = [
             name
@@ -301,15 +308,16 @@ def is_matched(path: str, patterns: Sequence[str]) -> bool:
 def _files(root: Path, ignore: Sequence[str]) -> dict[str, tuple[str, str | None]]:
     """Mode and link target of each file below the root that can be part of a patch, by path."""
     files: dict[str, tuple[str, str | None]] = {}
-
-    def walk(folder: Path, above: str) -> None:
-        with os.scandir(folder) as entries:
+    folders = [""]
+    while folders:  # No recursion: an agent can nest folders deeply.
+        above = folders.pop()
+        with os.scandir(root / above) as entries:
             for entry in entries:
                 path = f"{above}{entry.name}"
                 if entry.name.lower() == ".git" or is_matched(path, ignore):
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    walk(Path(entry.path), f"{path}/")
+                    folders.append(f"{path}/")
                 elif entry.is_symlink():
                     target = os.readlink(entry.path)
                     inside = os.path.normpath(os.path.join(above, target))
@@ -318,8 +326,6 @@ def _files(root: Path, ignore: Sequence[str]) -> dict[str, tuple[str, str | None
                 elif entry.is_file(follow_symlinks=False):
                     executable = entry.stat(follow_symlinks=False).st_mode & stat.S_IXUSR
                     files[path] = ("100755" if executable else "100644", None)
-
-    walk(root, "")
     return files
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -153,6 +154,13 @@ def test_a_patch_that_is_too_large_for_a_result_is_refused(root: Path) -> None:
         with pytest.raises(AgentError, match=r"workspace\.ignore"):
             attempt.diff()
     assert Workspace(attempt.path, attempt.pristine, ("*.o",)).diff() == ""
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_of_the_attempt(root: Path) -> None:
+    attempt = workspaces(root).create(None, root / "attempt")
+    shutil.rmtree(attempt.path)
+    with pytest.raises(AgentError, match="cannot be read"):
+        attempt.diff()
 
 
 def test_setup_runs_once_for_a_source_and_again_after_a_change(root: Path) -> None:
