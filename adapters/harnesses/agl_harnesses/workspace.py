@@ -36,12 +36,6 @@ GIT_ENVIRONMENT = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_ATTR_NOSYSTEM": "1",
-    "GIT_AUTHOR_NAME": "agl",
-    "GIT_AUTHOR_EMAIL": "agl@localhost",
-    "GIT_AUTHOR_DATE": "@0 +0000",
-    "GIT_COMMITTER_NAME": "agl",
-    "GIT_COMMITTER_EMAIL": "agl@localhost",
-    "GIT_COMMITTER_DATE": "@0 +0000",
 }
 """The environment of git where it works on files of agents: nothing of the user's configuration takes effect."""
 MAX_PATCH = MAX_RESULT * 3 // 4
@@ -361,7 +355,8 @@ def _git(
     *arguments: str, folder: Path = Path("/"), env: Mapping[str, str] = GIT_ENVIRONMENT, stdin: bytes = b""
 ) -> bytes:
     """The output of git. WorkspaceError with its words if it fails."""
-    command = ["git", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=true", *arguments]
+    identity = ["-c", "user.name=agl", "-c", "user.email=agl@localhost"]
+    command = ["git", *identity, "-c", "core.hooksPath=/dev/null", *arguments]
     try:
         return subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, check=True).stdout
     except FileNotFoundError:
