@@ -16,6 +16,7 @@ from pydantic import Field
 
 from agl_core.client.agent import client_variables
 from agl_core.config.models import RunConfig
+from agl_core.config.resolve import with_absolute_paths
 from agl_core.config.sections import Section
 from agl_core.errors import AgentError
 from agl_core.protocols import Launch
@@ -98,7 +99,7 @@ class ProgramHarness:
         self._prompts = program.reads_prompt or any("{prompt" in text for text in texts)
         if config is not None:
             section = WorkspaceSection.model_validate((config.model_extra or {}).get("workspace", {}))
-            self._workspaces = Workspaces(section, config.folder)
+            self._workspaces = Workspaces(with_absolute_paths(section, config.folder), config.folder)
         path = shutil.which(program.command[0])
         self._reads = [] if path is None else list(_installation(Path(path)))
         if path is None:
