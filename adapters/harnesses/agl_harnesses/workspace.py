@@ -19,11 +19,11 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from agl_core.config.sections import Section
 from agl_core.errors import AgentError, AglError
@@ -49,6 +49,17 @@ class WorkspaceError(AglError, RuntimeError):
     """A workspace cannot be made: its source is missing, or its setup failed."""
 
 
+def _are_inside(files: dict[str, str]) -> dict[str, str]:
+    for path in files:
+        if not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+            raise ValueError(f"the file '{path}' is not inside the workspace")
+    return files
+
+
+Files = Annotated[dict[str, str], AfterValidator(_are_inside)]
+"""Texts of files, by their paths in a workspace."""
+
+
 class WorkspaceSource(Section):
     """The origin of a workspace's files: a folder, or a commit of a git repository. Neither: it is empty."""
 
@@ -58,6 +69,9 @@ class WorkspaceSource(Section):
     """A git repository, by path or URL; `commit` says which state of it."""
     commit: Annotated[str, Field(pattern="^[0-9a-f]{7,64}$")] | None = None
     """The hash of the commit. The workspace is a repository of this one commit, without its history or its future."""
+
+    files: Files = Field({})
+    """Texts of files, by path; a folder's or a commit's own are replaced."""
 
     @model_validator(mode="after")
     def _is_one(self) -> WorkspaceSource:
@@ -136,7 +150,7 @@ class Workspaces:
             identity = ["commit", repository, source.commit]
         else:
             identity = ["empty"]
-        digest = hashlib.sha256(repr([*identity, self.section.setup]).encode()).hexdigest()[:32]
+        digest = hashlib.sha256(repr([*identity, source.files, self.section.setup]).encode()).hexdigest()[:32]
         pristine = self._cache / "trees" / digest
         with self._locked(digest):
             if not pristine.is_dir():
@@ -149,6 +163,9 @@ class Workspaces:
                         tree.mkdir()
                     if source.commit is not None:
                         self._check_out(repository, source.commit, tree)
+                    for path, text in source.files.items():
+                        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+                        (tree / path).write_text(text)
                     self._set_up(tree)
                     tree.rename(pristine)
         return pristine

@@ -201,8 +201,21 @@ def test_a_commit_is_checked_out_without_its_history_and_its_future(root: Path) 
 def test_a_task_brings_its_own_source_or_is_refused_by_name(root: Path) -> None:
     assert task_source("a prompt") is task_source({"prompt": "a prompt"}) is None
     assert task_source({"workspace": {"folder": "other"}}) == WorkspaceSource(folder=Path("other"))
-    for wrong in ({"folder": "a", "repository": "b", "commit": "0" * 40}, {"repository": "b"}, {"image": "c"}, "d"):
+    both = {"folder": "a", "repository": "b", "commit": "0" * 40}
+    for wrong in (both, {"repository": "b"}, {"image": "c"}, "d", {"files": {"../a": ""}}, {"files": {"/a": ""}}):
         with pytest.raises(WorkspaceError, match="Task 't': `workspace"):
             task_source({"workspace": wrong}, "Task 't'")
     with pytest.raises(WorkspaceError, match=r"workspace\.folder: there is no folder .*other"):
         workspaces(root).create(WorkspaceSource(folder=Path("other")), root / "attempt")
+
+
+def test_texts_of_files_are_a_source_alone_or_over_a_folder(root: Path) -> None:
+    source = WorkspaceSource(files={"a.py": "1\n", "new/b.py": "2\n"})
+    alone = workspaces(root).create(source, root / "alone").path
+    assert {path.relative_to(alone).as_posix() for path in alone.rglob("*.py")} == {"a.py", "new/b.py"}
+    (root / "base").mkdir()
+    (root / "base" / "a.py").write_text("0\n")
+    (root / "base" / "c.py").write_text("3\n")
+    over = workspaces(root).create(source.model_copy(update={"folder": Path("base")}), root / "over").path
+    texts = {name: (over / name).read_text() for name in ("a.py", "new/b.py", "c.py")}
+    assert texts == {"a.py": "1\n", "new/b.py": "2\n", "c.py": "3\n"}
