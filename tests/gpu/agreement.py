@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
 from agl_core.config.sections import OptimizerSection
-from agl_core.learning.certificate import TOLERANCES
 from agl_core.testing.engines import batch_of
 from agl_core.types import Batch
+from agl_server.health.certificate import TOLERANCES
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
 

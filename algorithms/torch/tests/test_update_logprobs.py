@@ -20,10 +20,10 @@ from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions
 from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_core.config.sections import OptimizerSection
-from agl_core.learning.certificate import Proof, certify, recomputed_in
 from agl_core.protocols import UpdateResult
 from agl_core.testing import episodes as make
 from agl_core.types import Batch, DropReason, TrainingRecord
+from agl_server.health.certificate import Proof, certify, recomputed_in
 from agl_torch.loading import LoadedModel
 from agl_torch.sampler import Sampler
 

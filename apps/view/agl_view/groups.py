@@ -82,7 +82,8 @@ def align(sides: Sequence[RolloutReport]) -> list[tuple[list[Cell | None], bool]
 
     The boolean is True if sides with the same history parted in this turn.
     """
-    turns = [[] if side.counted is None else side.counted.turns for side in sides]
+    shown = [[] if side.counted is None else side.counted.turns for side in sides]
+    turns = [[turn for turn in of_side if turn.transition.housekeeping is None] for of_side in shown]
     texts = [[message_text(turn.transition.response) for turn in of_side] for of_side in turns]
     rows = []
     for number in range(max(map(len, turns), default=0)):

@@ -17,7 +17,6 @@ import tomli_w
 from starlette.testclient import TestClient
 from testing_aids import write_store
 
-from agl_core.learning.certificate import digest
 from agl_core.store import Record
 from agl_core.testing import episodes as make
 from agl_core.types import (
@@ -35,6 +34,7 @@ from agl_core.types import (
     ToolStatus,
     TrainingRecord,
 )
+from agl_server.health.certificate import digest
 from agl_view.serving import make_app
 
 TOKEN = "the-token-of-the-test"

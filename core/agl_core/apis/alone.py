@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from agl_core.apis.answered import ReplyCache
-from agl_core.apis.dialect import ChatCompletions, Completions, Dialect, housekeeping
+from agl_core.apis.dialect import ChatCompletions, Completions, Dialect
 from agl_core.apis.errors import ApiError
 from agl_core.apis.messages import Messages
 from agl_core.apis.reply import Reply, read_reply
@@ -141,7 +141,7 @@ def _recorded(rollout: str, sequence: int, sent: SentCall, body: bytes) -> Call:
         started=sent.started,
         ended=sent.ended,
         api=dialect.api,
-        agent=housekeeping(request) if agent is None else unquote(agent),
+        agent=None if agent is None else unquote(agent),
         parent_span=sent.headers.get(HEADER_PARENT_SPAN),
         prompt_ids=reply.prompt_ids,
         requested=requested,

@@ -24,7 +24,7 @@ from agl_core.apis.errors import ApiError, openai_problem
 from agl_core.apis.reply import Reply
 from agl_core.apis.streams import ChatChunks, Renderer, TextChunks, text_choice
 from agl_core.capture.requests import HEADER_IGNORED
-from agl_core.types import HOUSEKEEPING, Json, Sampling
+from agl_core.types import Json, Sampling
 from agl_core.types.forms import parse_json
 
 _MAX_NOTE = 1000
@@ -37,13 +37,6 @@ _STREAM_OPTIONS = frozenset({"include_usage"})
 
 _SYSTEM = frozenset({"system", "developer"})
 """Roles of messages with instructions to the model."""
-
-_HOUSEKEEPING = re.compile(
-    r"You are a title generator\. You output ONLY a thread title"
-    r"|Generate a concise, sentence-case title \("
-    r"|You are an expert software engineer that generates concise, one-line Git commit messages"
-)
-"""Beginnings of calls for titles and commit messages: opencode's, Claude Code's and Qwen Code's, aider's."""
 
 _MISSING = re.compile("field `(.*)`")
 _Count = Annotated[int, Meta(ge=1)]
@@ -233,18 +226,6 @@ def _with_texts(fields: Mapping[str, Json], texts: Mapping[str, str]) -> Mapping
         for message in fields["messages"]
     ]
     return {**fields, "messages": messages}
-
-
-def housekeeping(request: Mapping[str, Any]) -> str | None:
-    """The agent's name `HOUSEKEEPING` for a call that a program makes for itself, by its instructions; else None."""
-    for message in request["messages"]:
-        if message.get("role") not in _SYSTEM:
-            break
-        content = message.get("content")
-        texts = [content] if isinstance(content, str) else [part.get("text") for part in content or ()]
-        if any(isinstance(text, str) and _HOUSEKEEPING.match(text) for text in texts):
-            return HOUSEKEEPING
-    return None
 
 
 def wrong(param: str, problem: str, code: str = "invalid_type") -> ApiError:

@@ -106,8 +106,10 @@ class TrainSection(Section):
     """Groups that a step replaces by fresh ones, at most, because their rollouts' returns are all equal: nothing would
     be learned from them (DAPO's dynamic sampling). As many as groups_per_step are usual."""
     agents: tuple[str, ...] = ("*",)
-    """Names or patterns of the agents to train; calls of other agents count only in the return. A title or commit
-    message that a program asks for itself is by the agent `housekeeping`, which has to be named."""
+    """Names or patterns of the agents to train; calls of other agents count only in the return."""
+    housekeeping: Literal["drop", "keep"] = "drop"
+    """Calls that a program makes for itself, for a title, say. drop: no rule sees them and none is trained on; keep:
+    they are calls like others."""
     truncated: Literal["keep", "mask", "drop"] = "keep"
     """Responses that the token limit cut off. keep: trained on like others; mask: out of the loss, while their rewards
     are compared with the group's (DAPO's overlong filtering); drop: their rollouts leave the group."""

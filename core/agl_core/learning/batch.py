@@ -24,7 +24,6 @@ from agl_core.kinds import Capability
 from agl_core.learning.rewards import normalized
 from agl_core.protocols import CreditRule
 from agl_core.types import (
-    HOUSEKEEPING,
     Batch,
     CreditKind,
     DropReason,
@@ -118,7 +117,7 @@ class BatchPlan:
                     value
                     for episode, of_episode in zip(kept, credit.values(kept) if kept else (), strict=True)
                     for transition, value in zip(episode.transitions, of_episode, strict=True)
-                    if transition.policy == policy and is_trained(transition.agent, self.agents)
+                    if transition.policy == policy and is_among(transition.agent, self.agents)
                 ]
             if not are_equal(values):
                 return True
@@ -126,7 +125,7 @@ class BatchPlan:
 
     def cuts(self, transition: Transition) -> bool:
         """True if the limit cut a response of a trained agent off, and such are not kept."""
-        is_cut = transition.finish_reason is FinishReason.LENGTH and is_trained(transition.agent, self.agents)
+        is_cut = transition.finish_reason is FinishReason.LENGTH and is_among(transition.agent, self.agents)
         return is_cut and self.truncated != "keep"
 
 
@@ -167,6 +166,7 @@ def make_batches(
                 episodes_dropped[fault] += 1
                 dropped += [_dropped(t, step, None, fault) for t in episode.transitions]
             dropped += [_dropped(t, step, None, DropReason.UNDELIVERED) for t in episode.undelivered]
+            dropped += [_dropped(t, step, None, DropReason.HOUSEKEEPING) for t in episode.housekeeping]
         kept_episodes = [episode for episode, fault in zip(group, faults, strict=True) if fault is None]
         policies = dict.fromkeys(t.policy for episode in kept_episodes for t in episode.transitions)
         nothing = [[0.0] * len(episode.transitions) for episode in kept_episodes]
@@ -207,15 +207,9 @@ def make_batches(
     return StepBatches(batches, tuple(dropped), episodes_dropped)
 
 
-def is_trained(agent: str | None, agents: Sequence[str]) -> bool:
-    """True if an agent is one of those to train. Calls that a program makes for itself have to be named: `*` is not
-    enough."""
-    return is_among(agent, agents) and (agent != HOUSEKEEPING or HOUSEKEEPING in agents)
-
-
 def left_out(transition: Transition, agents: Sequence[str], *, without_logprobs: bool = False) -> DropReason | None:
     """Why a transition goes into no batch, if so; `filter_trainable` decides what a batch can hold."""
-    if not is_trained(transition.agent, agents):
+    if not is_among(transition.agent, agents):
         return DropReason.UNTRAINED_AGENT
     if transition.prompt_ids is None or transition.response_ids is None:
         return DropReason.NO_TOKEN_IDS

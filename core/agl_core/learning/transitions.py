@@ -22,7 +22,6 @@ from agl_core.types import (
     Episode,
     Json,
     Mode,
-    RecordedRollout,
     Reward,
     Rollout,
     TokenMask,
@@ -78,12 +77,6 @@ def build_episode(
         unattributed=sum(call.is_unattributed for call in ordered),
         annotations=tuple(annotations),
     )
-
-
-def episode_of(recorded: RecordedRollout) -> Episode:
-    """The episode of what was recorded, with all its rewards."""
-    r = recorded
-    return build_episode(r.rollout, r.attempt, r.calls, r.tool_results, r.rewards, r.annotations)
 
 
 def counted_calls(attempt: Attempt, calls: Iterable[Call]) -> list[Call]:

@@ -2,6 +2,7 @@
 
 from agl_core.types.episodes import Batch as Batch
 from agl_core.types.episodes import Episode as Episode
+from agl_core.types.episodes import Lineage as Lineage
 from agl_core.types.episodes import Transition as Transition
 from agl_core.types.episodes import are_equal as are_equal
 from agl_core.types.episodes import discounted_returns as discounted_returns
@@ -15,6 +16,8 @@ from agl_core.types.names import DropReason as DropReason
 from agl_core.types.names import Ending as Ending
 from agl_core.types.names import Evidence as Evidence
 from agl_core.types.names import FinishReason as FinishReason
+from agl_core.types.names import Housekeeping as Housekeeping
+from agl_core.types.names import LineageKind as LineageKind
 from agl_core.types.names import Mode as Mode
 from agl_core.types.names import PrefixBreak as PrefixBreak
 from agl_core.types.names import RolloutState as RolloutState

@@ -25,7 +25,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.types.names import CreditKind, DropReason, Ending, FinishReason, Mode, PrefixBreak
+from agl_core.types.names import (
+    CreditKind,
+    DropReason,
+    Ending,
+    FinishReason,
+    Housekeeping,
+    LineageKind,
+    Mode,
+    PrefixBreak,
+)
 from agl_core.types.records import (
     Annotation,
     Json,
@@ -39,6 +48,17 @@ from agl_core.types.records import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """A conversation of an episode (`agl_server.reading.lineages`)."""
+
+    number: int = 0
+    """0, 1, … in the order in which they began."""
+    kind: LineageKind = LineageKind.MAIN
+    parent: str | None = None
+    """The call that it branched from; None for one that began by itself."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Transition:
     """(observation, action, reward) of one call."""
@@ -48,7 +68,7 @@ class Transition:
     turn: int
     """0, 1, … in the episode, by the order in which the calls started."""
     agent_turn: int
-    """0, 1, … among this agent's transitions of the episode."""
+    """0, 1, … among the calls of its lineage; where no server has told lineages, among this agent's."""
     policy: str
     version: int | None
     messages: tuple[Mapping[str, Json], ...]
@@ -81,6 +101,12 @@ class Transition:
     """The tools that the request offered, as a chat completion has them: part of the observation."""
     had_to_call: bool = False
     """True if the request forced a tool call, as for structured output."""
+    lineage: Lineage = Lineage()
+    """The conversation that it is part of."""
+    housekeeping: Housekeeping | None = None
+    """Why it is no work on the task, if it is not."""
+    program: str | None = None
+    """The command-line agent that made the call, if it is one that agl knows."""
 
     @property
     def has_ids(self) -> bool:
@@ -116,6 +142,8 @@ class Episode:
     """Tool results that belong to no recorded call; counted and shown."""
     undelivered: tuple[Transition, ...] = ()
     """Transitions whose replies reached no client: not credited, not trained on. Each has the next counted turn."""
+    housekeeping: tuple[Transition, ...] = ()
+    """Calls that a program made for itself: not credited, not trained on, and in no count of calls."""
     passed_through: Mapping[str, Json] | None = None
     bypassed: Mapping[str, Json] | None = None
     unattributed: int = 0
@@ -125,6 +153,11 @@ class Episode:
     """Judgements by others than the agent, the earliest first."""
     step: int = 0
     """The training step that it was made for, or that trained on it."""
+
+    @property
+    def delivered(self) -> list[Transition]:
+        """Its transitions and its housekeeping, in the order in which the calls started."""
+        return sorted((*self.transitions, *self.housekeeping), key=attrgetter("turn"))
 
 
 EQUAL_WITHIN = 1e-9

@@ -84,7 +84,31 @@ _FINISHED: Mapping[str, FinishReason] = {
 
 
 HOUSEKEEPING = "housekeeping"
-"""The agent of calls that a program makes for itself, for a session's title, say."""
+"""The name of the agent in calls that an agent's own code says are housekeeping (`Housekeeping.SETTING`)."""
+
+
+class Housekeeping(StrEnum):
+    """Why a call is one that a program makes for itself, for a session's title, say, and no work on the task."""
+
+    PROGRAM = "program"
+    """The program's own words or metadata say so."""
+    SETTING = "setting"
+    """Its agent is named `housekeeping`."""
+    STRUCTURE = "structure"
+    """A known program made it beside its work: without tools, with other instructions, and nothing came of it."""
+
+
+class LineageKind(StrEnum):
+    """How a conversation began."""
+
+    MAIN = "main"
+    """By itself."""
+    SUB_AGENT = "sub_agent"
+    """As a tool call of another conversation, which waits for it or goes on."""
+    COMPACTION = "compaction"
+    """In place of another one that had grown long: its summary, or what follows that."""
+    BRANCH = "branch"
+    """As another continuation of a call that was continued already, or with other instructions."""
 
 
 class ToolStatus(StrEnum):
@@ -129,6 +153,8 @@ class DropReason(StrEnum):
     EMPTY_RESPONSE = "empty_response"
     NON_FINITE = "non_finite"
     UNTRAINED_AGENT = "untrained_agent"
+    HOUSEKEEPING = "housekeeping"
+    """A program made the call for itself (`train.housekeeping`)."""
     FULLY_MASKED = "fully_masked"
     """No token of the response was sampled by the policy (all were forced)."""
     PLUGIN = "plugin"

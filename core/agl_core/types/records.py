@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_core.types.names import Ending, FinishReason, Mode, PrefixBreak, RolloutState, Source, ToolStatus
+from agl_core.types.names import Ending, FinishReason, Housekeeping, Mode, PrefixBreak, RolloutState, Source, ToolStatus
 
 Json = Any
 """Any JSON value: None, bool, int, float, str, list or dict of these."""
@@ -191,6 +191,10 @@ class Call:
     """True if the agent's HTTP library is one that agl knows, and so would name the agent."""
     ignored: str | None = None
     """Fields of the request that were not honoured, as in the reply's `x-agl-ignored`."""
+    program: str | None = None
+    """The command-line agent that made it, if it is one that agl knows (`agl_server.gateway.programs`)."""
+    housekeeping: Housekeeping | None = None
+    """Set if that program says that the call is no work on the task."""
 
     @property
     def key(self) -> AttemptKey:
@@ -278,7 +282,7 @@ class Recomputed:
     version: int
     """The policy version that was trained: the one before the update."""
     digest: str
-    """Digest of its tokens and sampled log-probabilities in the batch (`agl_core.learning.certificate`)."""
+    """Digest of its tokens and sampled log-probabilities in the batch (`agl_server.health.certificate`)."""
     precision: str
     """The numbers that sampling and training compute with: float32, bfloat16, …"""
     logprobs: Logprobs

@@ -178,6 +178,8 @@ def _print_attempt(screen: Screen, report: AttemptReport, group: GroupReport, wi
         screen.print(f"  {one_line(line, width)}", style="red")
     if attempt.ending is not None:
         screen.print(f"  {report.health.text}", style="green" if not report.health.symptoms else "yellow")
+    if report.conversations:
+        screen.print(f"  conversations: {report.conversations}")
     for turn in report.turns:
         _print_turn(screen, turn, width)
         if tokens:
@@ -240,16 +242,22 @@ def _algorithm(config: Mapping[str, Any], policy: str) -> str:
 
 
 def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
-    transition = turn.transition
+    transition, indent = turn.transition, "  " * turn.depth
+
+    def line(text: str, style: str | None = None) -> None:
+        screen.print(f"    {indent}{text}", style=style)
+
     version = "" if transition.version is None else f" v{transition.version}"
     agent = one_line(transition.agent or "unnamed agent", 60)
-    screen.print(f"\n  turn {transition.turn}  {agent}  ({one_line(transition.policy, 60)}{version})", style="cyan")
+    origin = f"  {turn.origin}" if turn.origin else ""
+    policy = f"({one_line(transition.policy, 60)}{version})"
+    screen.print(f"\n  {indent}turn {transition.turn}  {agent}  {policy}{origin}", style="cyan")
     for message in transition.messages[-1:]:
         text = one_line(message_text(message), width, tail=True)
-        screen.print(f"    {one_line(str(message.get('role')), 40)}: {text}", style="dim")
-    screen.print(f"    → {one_line(message_text(transition.response), width)}  [{transition.finish_reason.value}]")
+        line(f"{one_line(str(message.get('role')), 40)}: {text}", style="dim")
+    line(f"→ {one_line(message_text(transition.response), width)}  [{transition.finish_reason.value}]")
     if transition.state is not None:
-        screen.print(f"    state {_json(transition.state, width)}", style="dim")
+        line(f"state {_json(transition.state, width)}", style="dim")
     prompt, response = transition.prompt_ids, transition.response_ids
     ids = "no token ids" if prompt is None or response is None else f"{len(prompt)} + {len(response)} tokens"
     logprob = ", no log-probabilities" if transition.has_ids else ""
@@ -257,22 +265,22 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
         logprob = f", log-probability {float(transition.logprobs.sum()):.3f}"
     broken = f", prefix broken ({transition.prefix_broken})" if transition.prefix_broken else ""
     broken += ", prompt cut by the model server" if has_cut_prompt(transition) else ""
-    screen.print(f"    {ids}{logprob}{broken}", style="dim")
+    line(f"{ids}{logprob}{broken}", style="dim")
     if transition.parse_error:
-        screen.print(f"    tool call did not parse: {one_line(transition.parse_error, width)}", style="yellow")
+        line(f"tool call did not parse: {one_line(transition.parse_error, width)}", style="yellow")
     for result in transition.tool_results:
         outcome = one_line(result.error, width) if result.error else _json(result.result, width)
-        screen.print(
-            f"    tool {one_line(result.tool, 60)}({_json(result.arguments, 80)}): {status_text(result)}  {outcome}  "
+        line(
+            f"tool {one_line(result.tool, 60)}({_json(result.arguments, 80)}): {status_text(result)}  {outcome}  "
             f"({said_by(result)})",
             style="green" if result.status.value == "ok" else "red",
         )
     for reward in turn.rewards:
-        screen.print(f"    reward {_reward(reward)}")
+        line(f"reward {_reward(reward)}")
     for reward in turn.reported:
-        screen.print(f"    the agent reported {_reward(reward)}")
+        line(f"the agent reported {_reward(reward)}")
     if turn.record is not None:
-        screen.print(f"    {_use(turn.record)}", style="magenta")
+        line(f"{_use(turn.record)}", style="magenta")
 
 
 def _print_tokens(screen: Screen, turn: Turn) -> None:

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from agl_core.apis.answered import NOT_KEPT, Budget, ClientExchange, retry_count
-from agl_core.apis.dialect import Dialect, ModelRequest, housekeeping, unsupported
+from agl_core.apis.dialect import Dialect, ModelRequest, unsupported
 from agl_core.apis.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
 from agl_core.apis.reply import Reply, read_reply
 from agl_core.apis.streamed import Delta, StreamedCompletion
@@ -45,6 +45,7 @@ from agl_core.errors import StoreError, StoreRefusedError, nearest
 from agl_core.store import Store
 from agl_core.types import Call, Mode, Rollout, Sampling
 from agl_server.gateway.attempts import ActiveAttempt, Attribution, Destination, Relay
+from agl_server.gateway.programs import Marks, marks_of
 from agl_server.gateway.upstream import HttpReply, forwarded
 from agl_server.http.listening import CONNECTION, HttpConnection, error_response, json_response, read_body
 
@@ -61,7 +62,7 @@ class _ModelCall(Struct, frozen=True, eq=False):
     dialect: Dialect
     request: ModelRequest
     headers: Headers
-    agent: str | None
+    marks: Marks
     id: str
     """Recorded, unless the request retries another call."""
 
@@ -71,7 +72,7 @@ class _ModelCall(Struct, frozen=True, eq=False):
 
     def policy(self, served: Destination) -> str:
         """The policy that answers; ApiError 404 if there is none."""
-        model, agent, policies = self.request.model, self.agent, served.upstream.models
+        model, agent, policies = self.request.model, self.marks.agent, served.upstream.models
         policy = policy_of(agent, model, served.settings.agents, policies)
         if policy is not None:
             return policy
@@ -131,11 +132,12 @@ class Gateway:
             if not parsed.model:
                 served = self.current_destination(attempt).upstream.models
                 parsed = parsed.named(request.path_params.get("deployment"), served)
-            name = request.headers.get(HEADER_AGENT)
-            agent = housekeeping(parsed.chat) if name is None else unquote(name)
-            if texts := replaced_prompts(self._prompts, attempt.rollout, agent):
+            marks = marks_of(parsed.recorded, request.headers.get("user-agent", ""))
+            if (name := request.headers.get(HEADER_AGENT)) is not None:
+                marks = Marks(marks.program, agent=unquote(name))
+            if texts := replaced_prompts(self._prompts, attempt.rollout, marks.agent):
                 parsed = parsed.with_system_texts(texts)
-            call = _ModelCall(attempt, dialect, parsed, request.headers, agent, attempt.call_id(dialect.id_prefix))
+            call = _ModelCall(attempt, dialect, parsed, request.headers, marks, attempt.call_id(dialect.id_prefix))
             if dialect.counts:
                 response = _response(dialect, parsed, await self._counted(call))
             else:
@@ -279,7 +281,7 @@ class Gateway:
                 started=started,
                 ended=time.time(),
                 api=call.dialect.api,
-                agent=call.agent,
+                **call.marks._asdict(),
                 parent_span=headers.get(HEADER_PARENT_SPAN),
                 state=unpack_variables(headers.get(HEADER_STATE)),
                 prompt_ids=reply.prompt_ids,

@@ -15,10 +15,8 @@ from typing import Any
 
 from agl_core.capture.status import message_text
 from agl_core.learning.batch import BatchPlan, staleness
-from agl_core.learning.certificate import Proof, certify
 from agl_core.learning.tool_results import has_failed, tool_calls_of
 from agl_core.types import (
-    HOUSEKEEPING,
     DropReason,
     Ending,
     Episode,
@@ -32,6 +30,7 @@ from agl_core.types import (
     Verdict,
     scored_return,
 )
+from agl_server.health.certificate import Proof, certify
 
 LOOP_REPEATS, LOOP_CHARACTERS = 5, 60
 """A response loops if it ends with a piece of text so many times, over so many characters."""
@@ -131,8 +130,8 @@ def has_cut_prompt(transition: Transition) -> bool:
 
 
 def answer(episode: Episode) -> str | None:
-    """The text of the last response, housekeeping aside; None if it asks for tools, or there is none."""
-    own = [transition for transition in episode.transitions if transition.agent != HOUSEKEEPING]
+    """The text of the last response; None if it asks for tools, or there is none."""
+    own = episode.transitions
     return None if not own or own[-1].response.get("tool_calls") else response_text(own[-1])
 
 
@@ -186,7 +185,7 @@ def _missing(episode: Episode) -> Iterator[Evidence]:
     if unknown:
         yield Evidence.TOOL_RESULTS
     prompts = {_system_prompt(transition) for transition in transitions if transition.agent is None}
-    if prompts and (len(prompts) > 1 or {transition.agent for transition in transitions} - {None, HOUSEKEEPING}):
+    if prompts and (len(prompts) > 1 or {transition.agent for transition in transitions} - {None}):
         yield Evidence.AGENT_NAMES
 
 
@@ -220,6 +219,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         "length/truncated": mean(t.finish_reason is FinishReason.LENGTH for t in transitions),
         "calls/prefix_broken": float(sum(t.prefix_broken not in (None, PrefixBreak.REQUEST) for t in transitions)),
         "calls/parse_errors": float(sum(t.parse_error is not None for t in transitions)),
+        "calls/housekeeping": float(sum(len({t.key.call for t in e.housekeeping}) for e in episodes)),
         "calls/undelivered": float(sum(len({t.key.call for t in e.undelivered}) for e in episodes)),
         "calls/passed_through": float(sum(sum((e.passed_through or {}).values()) for e in episodes)),
         "calls/unattributed": float(sum(e.unattributed for e in episodes)),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from agl_core.learning.transitions import episode_of
 from agl_core.types import RecordedRollout, ToolStatus, are_equal
+from agl_server.reading.lineages import episode_of
 from agl_server.reading.rollouts import RecordedRun, groups_of
 from agl_server.reading.runs import is_capture
 

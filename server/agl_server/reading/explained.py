@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from agl_core.errors import StoreRefusedError
-from agl_core.learning.certificate import Certificate, certify
 from agl_core.learning.rewards import AGENT_SOURCE
-from agl_core.learning.transitions import episode_of
 from agl_core.store import Store
 from agl_core.types import (
     Attempt,
     AttemptKey,
     Call,
     Episode,
+    LineageKind,
     Reward,
     Rollout,
     RolloutState,
@@ -26,7 +26,9 @@ from agl_core.types import (
     Transition,
     are_equal,
 )
+from agl_server.health.certificate import Certificate, certify
 from agl_server.health.rollouts import RolloutHealth, health_of
+from agl_server.reading.lineages import episode_of
 from agl_server.reading.runs import open_store
 from agl_server.training.rollouts import by_attempt, counted_attempts, read_attempts, uncounted_rewards
 
@@ -63,6 +65,10 @@ class Turn:
     reported: Sequence[Reward]
     """Rewards of the agent; they count only if a rule passes them on."""
     record: TrainingRecord | None
+    depth: int = 0
+    """0 for the main thread, 1 for a sub-agent of it, …"""
+    origin: str = ""
+    """Its conversation, in words; empty for the first one."""
 
     @property
     def certificate(self) -> Certificate | None:
@@ -106,10 +112,25 @@ class AttemptReport:
     def turns(self) -> list[Turn]:
         records = {record.key: record for record in self.training_records}
         said = [reward for reward in self.episode.rewards if reward.source == AGENT_SOURCE]
-        return [
-            Turn(t, self.rewards_of(t), [r for r in said if r.call == t.key.call], records.get(t.key))
-            for t in self.episode.transitions
-        ]
+        turns: dict[str | None, int] = {None: -1}
+        depths: dict[str | None, int] = {None: 0}
+        explained = []
+        for t in self.episode.delivered:
+            call, parent = t.key.call, t.lineage.parent
+            is_inside = t.housekeeping is not None or t.lineage.kind is LineageKind.SUB_AGENT
+            turns[call], depths[call] = t.turn, depths.get(parent, 0) + is_inside
+            reported, origin = [r for r in said if r.call == call], _origin(t, turns.get(parent, -1))
+            explained.append(Turn(t, self.rewards_of(t), reported, records.get(t.key), depths[call], origin))
+        return explained
+
+    @property
+    def conversations(self) -> str:
+        """How many there are of each kind, and how much housekeeping; empty for one conversation alone."""
+        first = {t.lineage.number: t.lineage.kind for t in self.episode.transitions}
+        marks = Counter(mark for t in self.episode.housekeeping if (mark := t.housekeeping) is not None)
+        kinds = [f"{count} {kind.replace('_', '-')}" for kind, count in Counter(first.values()).items()]
+        told = f"{marks.total()} housekeeping (by {', by '.join(f'{m} {n}' for m, n in marks.items())})"
+        return ", ".join([*kinds, *([told] if marks else [])]) if marks or len(first) > 1 else ""
 
     def rewards_of(self, transition: Transition) -> list[Reward]:
         """The rewards that rules gave it."""
@@ -204,6 +225,16 @@ async def members_of(store: Store, rollout: Rollout) -> list[Rollout]:
     """The rollouts that are compared with this one, itself included, in their order."""
     members = await store.rollouts(run=rollout.run, group=rollout.group, mode=rollout.mode)
     return sorted((m for m in members if m.restart == rollout.restart), key=lambda member: member.member)
+
+
+def _origin(transition: Transition, parent_turn: int) -> str:
+    """The conversation of a transition, in words; `parent_turn` is -1 if it branched from no call that counts."""
+    kind, number = transition.lineage.kind, transition.lineage.number
+    if transition.housekeeping is not None:
+        return f"housekeeping (by {transition.housekeeping})"
+    name = f"conversation {number}" if kind is LineageKind.MAIN else kind.replace("_", "-")
+    parent = f" of turn {parent_turn}" if parent_turn >= 0 else ""
+    return f"{name}{parent}, its turn {transition.agent_turn}" if number else ""
 
 
 def _group_credit(members: Sequence[RolloutReport]) -> list[GroupCredit]:

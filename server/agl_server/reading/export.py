@@ -136,7 +136,8 @@ _SHARED = (
     "terminal_reward:number"
 )
 _COLUMNS = {
-    "transitions": f"{_SHARED} call choice:integer agent turn:integer agent_turn:integer policy "
+    "transitions": f"{_SHARED} call choice:integer agent turn:integer agent_turn:integer "
+    "lineage:integer lineage_kind parent housekeeping policy "
     "version:integer finish_reason temperature:number messages:json tools:json response:json prompt_ids:tokens "
     "response_ids:tokens logprobs:logprobs mask:mask parse_error prefix_broken tool_results:json rewards:json "
     "state:json reward:number credit:number advantage:number weight:number dropped",
@@ -186,6 +187,9 @@ def _transition_rows(exported: ExportedRollout, agent: str | None) -> Iterator[R
             **named,
             **_fields(transition),
             **transition.key._asdict(),
+            "lineage": transition.lineage.number,
+            "lineage_kind": transition.lineage.kind,
+            "parent": transition.lineage.parent,
             "tool_results": [*transition.tool_results],
             "rewards": [*rewards, *turn.reported],
             "reward": sum(reward.value for reward in rewards),

@@ -397,9 +397,9 @@ def _of_episode(episode: Episode, run: str) -> RecordedRollout:
     is not the plain sum of theirs.
     """
     id, attempt, now = episode.rollout, episode.attempt, time.time()
-    tool_results = [*(result for t in episode.transitions for result in t.tool_results), *episode.unjoined]
+    tool_results = [*(result for t in episode.delivered for result in t.tool_results), *episode.unjoined]
     rewards = [*episode.rewards, *(reward for t in episode.transitions for reward in t.rewards)]
-    parts: list[Any] = [*(t.key for t in episode.transitions), *tool_results, *rewards]
+    parts: list[Any] = [*(t.key for t in episode.delivered), *tool_results, *rewards]
     for part in parts:
         if (part.rollout, part.attempt) != (id, attempt):
             raise ValueError(f"the episode of '{id}' has a part of '{part.rollout}'")
@@ -407,7 +407,7 @@ def _of_episode(episode: Episode, run: str) -> RecordedRollout:
     if episode.terminal is not None and not math.isclose(episode.terminal, plain_sum, abs_tol=1e-9):
         rewards.append(Reward(id, attempt, "rest", episode.terminal - plain_sum, IMPORTED))
     by_call: dict[str, list[Transition]] = {}
-    for transition in episode.transitions:
+    for transition in episode.delivered:
         by_call.setdefault(transition.key.call, []).append(transition)
     calls = [_call(choices, now) for choices in by_call.values()]
     done = {"state": RolloutState.DONE, "counted_attempt": attempt}

@@ -143,7 +143,7 @@ async def _try(run: Path, loaded: LoadedConfig, ids: Sequence[str], step: int | 
         done = [[member for member in group if member.state is RolloutState.DONE] for group in groups]
         unfinished = sum(map(len, groups)) - sum(map(len, done))
         everyone = [*(r for group in done for r in group), *(r for r in chosen if not (r.mode.trains or elsewhere))]
-        recorded = await recorded_episodes(store, everyone, loaded.plugins.hook)
+        recorded = await recorded_episodes(store, everyone, loaded.plugins.hook, loaded.config.train.housekeeping)
         scored, failures = await try_rules(recorded, scoring_rules(loaded), loaded.config.train.endings, elsewhere)
         entries = {entry.rollout.id: entry for entry in await entries_of(store, everyone)}
     records = [record for entry in entries.values() for record in entry.training_records]

@@ -15,7 +15,6 @@ import numpy as np
 from agl_core.config.models import EvalSection
 from agl_core.errors import ConfigError
 from agl_core.learning.batch import BatchPlan, filter_trainable, make_batches
-from agl_core.learning.transitions import episode_of
 from agl_core.protocols import TaskSource
 from agl_core.types import Batch, Episode, Mode, Rollout, scored_return
 from agl_server.health.alarms import alarm_of_failures
@@ -24,7 +23,7 @@ from agl_server.health.table import Alarm
 from agl_server.health.verdict import LOSS
 from agl_server.training.metrics import Observer
 from agl_server.training.recorded import Recordings
-from agl_server.training.rollouts import Collector, group_of
+from agl_server.training.rollouts import Collector, group_of, trained_episode
 
 _Z = 1.959963984540054
 """The 97.5% quantile of the normal distribution: intervals are of 95%."""
@@ -226,7 +225,8 @@ class HeldOutReplies:
     async def _read(self) -> dict[str, Batch]:
         config, source = self.recordings.config, self.recordings.source
         recorded = chain.from_iterable(await source.groups(range(min(config.eval.tasks, source.size))))
-        groups = [[episode_of(await self.recordings.adopt(it, it.rollout))] for it in recorded]
+        keep = config.train.housekeeping
+        groups = [[trained_episode(await self.recordings.adopt(it, it.rollout), keep)] for it in recorded]
         made = make_batches(groups, BatchPlan({}, config.train.agents, without_logprobs=True))
         return {
             policy: usable

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, TypeVar
 from agl_core import hooks
 from agl_core.config.load import LoadedConfig
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches
-from agl_core.learning.certificate import recomputed_in
 from agl_core.protocols import RecordedTasks, UpdateResult
 from agl_core.types import AlarmName, DropReason, Rollout, TrainingRecord
 from agl_server.engines.child import peak_rss_bytes
 from agl_server.health.alarms import Watch, alarm_of_failures, alarms_on
+from agl_server.health.certificate import recomputed_in
 from agl_server.health.rollouts import (
     contrast_metrics,
     episode_metrics,

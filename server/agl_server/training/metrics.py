@@ -16,10 +16,10 @@ import orjson
 
 from agl_core import private
 from agl_core.errors import CheckpointError, last_frames
-from agl_core.learning.certificate import Proof
 from agl_core.protocols import KeepingTracker, Tracker
 from agl_core.types import Episode, scored_return
 from agl_core.types.forms import jsonable
+from agl_server.health.certificate import Proof
 from agl_server.health.rollouts import mean
 from agl_server.health.table import Alarm
 from agl_server.health.verdict import (
@@ -251,7 +251,7 @@ class Summary:
 
     @property
     def proved(self) -> Counter[str]:
-        """The trained tokens by what is proved of them (`agl_core.learning.certificate.Proof`)."""
+        """The trained tokens by what is proved of them (`agl_server.health.certificate.Proof`)."""
         return counts(self.steps, "proved/")
 
     @property

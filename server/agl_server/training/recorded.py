@@ -17,7 +17,6 @@ from agl_core.errors import ConfigError, nearest
 from agl_core.kinds import Capability
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, reported
 from agl_core.learning.tool_results import messages_of
-from agl_core.learning.transitions import episode_of
 from agl_core.protocols import Engine, RecordedTasks, train_index
 from agl_core.types import Call, Episode, RecordedRollout, Reward, Rollout, RolloutState
 from agl_server.training.metrics import Advance
@@ -26,6 +25,7 @@ from agl_server.training.rollouts import (
     ScoredRollout,
     StepGroups,
     TrainingPlan,
+    trained_episode,
     without_contrast,
 )
 
@@ -172,7 +172,8 @@ class RecordedGroups:
         adopted = [await self._recordings.adopt(recorded, rollout) for recorded, rollout in pairs]
         await self._collector.store.put(*(record for own in adopted for record in own.records))
         self._terminal = {own.rollout.id: own.terminal for own in adopted}
-        episodes = [self._collector.hook.episode_built(episode_of(own)) for own in adopted]
+        collector = self._collector
+        episodes = [collector.hook.episode_built(trained_episode(own, collector.housekeeping)) for own in adopted]
         judged = await self._collector.judged([own.rollout for own in adopted], episodes)
         complete = iter(await self._collector.complete(judged))
         return [[*islice(complete, len(group))] for group in planned]

@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from agl_core.config.load import LoadedConfig
 from agl_core.errors import PluginError
 from agl_core.learning.rewards import AGENT_SOURCE, ScoringRule, failure_text, reported, score_all, score_groups
-from agl_core.learning.transitions import build_episode, episode_of
+from agl_core.learning.transitions import build_episode
 from agl_core.plugins import RunHooks
 from agl_core.protocols import RecordedTasks, TaskSource, train_index
 from agl_core.store import Record, Store
@@ -46,6 +46,7 @@ from agl_core.types import (
 )
 from agl_server.health.alarms import StallWatch
 from agl_server.health.table import Alarm
+from agl_server.reading.lineages import episode_of
 from agl_server.training.metrics import Advance
 
 if TYPE_CHECKING:  # A run is read where no server is installed, too.
@@ -90,7 +91,16 @@ def counted_attempts(rollouts: Iterable[Rollout]) -> list[AttemptKey]:
     return [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
 
 
-async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: RunHooks) -> list[Episode]:
+def trained_episode(recorded: RecordedRollout, housekeeping: Literal["drop", "keep"]) -> Episode:
+    """The episode of what was recorded, with the calls that training has by `train.housekeeping`."""
+    episode = episode_of(recorded)
+    is_whole = housekeeping == "drop" or not episode.housekeeping
+    return episode if is_whole else replace(episode, transitions=tuple(episode.delivered), housekeeping=())
+
+
+async def recorded_episodes(
+    store: Store, rollouts: Sequence[Rollout], hook: RunHooks, housekeeping: Literal["drop", "keep"]
+) -> list[Episode]:
     """The episode of each rollout's counted attempt, as the `episode_built` hooks leave it, not yet scored.
 
     Its rewards are those that the agent reported; rules compute theirs again. A rollout without a counted attempt
@@ -106,7 +116,7 @@ async def recorded_episodes(store: Store, rollouts: Sequence[Rollout], hook: Run
             episodes.append(replace(build_episode(rollout, nothing, ()), dropped=DropReason.ENDING))
             continue
         reported = [reward for reward in records.rewards if reward.source == AGENT_SOURCE]
-        episodes.append(hook.episode_built(episode_of(replace(records, rewards=reported))))
+        episodes.append(hook.episode_built(trained_episode(replace(records, rewards=reported), housekeeping)))
     return episodes
 
 
@@ -143,6 +153,7 @@ class Collector:
     check_health: Callable[[], None]
     """Raises if a part of the run has died, so that no wait lasts for ever."""
     stall: StallWatch = field(default_factory=StallWatch)
+    housekeeping: Literal["drop", "keep"] = "drop"
 
     async def collect(self, groups: Sequence[Sequence[Rollout]], advance: Advance) -> list[Episode]:
         """The episodes of these groups; runs the rollouts that are not done, and cancels them if it is cancelled."""
@@ -171,7 +182,7 @@ class Collector:
 
     async def scored(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
         """`judged` for rollouts that are done: their episodes are read from the store."""
-        episodes = await recorded_episodes(self.store, rollouts, self.hook)
+        episodes = await recorded_episodes(self.store, rollouts, self.hook, self.housekeeping)
         stalled = await self.stall.kept_waiting(rollouts)
         episodes = [replace(e, dropped=DropReason.STALLED) if e.rollout in stalled else e for e in episodes]
         return await self.judged(rollouts, episodes)

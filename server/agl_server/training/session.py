@@ -126,8 +126,8 @@ async def open_session(
             if workers is not None and not workers.alive:
                 raise EngineError("The workers stopped unexpectedly; see the log above. The run can be resumed.")
 
-        endings, hook = config.train.endings, loaded.plugins.hook
-        collector = Collector(server.store, server.queue, rules, endings, hook, check_health, stall)
+        endings, keep, hook = config.train.endings, config.train.housekeeping, loaded.plugins.hook
+        collector = Collector(server.store, server.queue, rules, endings, hook, check_health, stall, keep)
         held_out = {name: tasks[name] for name in tasks if name != "train"}
         replies = [
             HeldOutReplies(name, Recordings(of_set, loaded, engine, imitated=True), upstream.context_length)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from agl_core.cli.screen import Screen
-from agl_core.learning.certificate import digest
 from agl_core.types import (
     Attempt,
     FinishReason,
@@ -27,6 +26,7 @@ from agl_core.types import (
     TrainingRecord,
 )
 from agl_server.commands.train import print_summary
+from agl_server.health.certificate import digest
 from agl_server.training.checkpoints import RunState
 from agl_server.training.metrics import Summary
 
@@ -69,6 +69,51 @@ def test_each_error_of_an_attempt_has_a_line(run: Any) -> None:
     )
     lines = shown(run).splitlines()
     assert lines[[line.startswith("  crash") for line in lines].index(True) :].count("  rule") == 1
+
+
+def test_conversations_are_a_tree_and_a_sub_agents_call_is_explained_like_any_other(run: Any) -> None:
+    rollout, attempt, first, *_ = run.trained(3, "m0")
+    offered = [{"type": "function", "function": {"name": "ask"}}]
+    delegated = {"id": "t", "type": "function", "function": {"name": "ask", "arguments": '{"prompt": "What is 6?"}'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [delegated]}
+    task, told = first.request["messages"], {"role": "tool", "tool_call_id": "t", "content": "six"}
+    conversations: list[Any] = [
+        ({"role": "assistant", "content": "A sum"}, [{"role": "user", "content": "A title?"}], {"program": "claude"}),
+        (asked, [{"role": "system", "content": "Work."}, *task], {"tools": offered}),
+        ({"role": "assistant", "content": "six"}, [{"role": "user", "content": "What is 6?"}], {}),
+        ({"role": "assistant", "content": "42"}, [{"role": "system", "content": "Work."}, *task, asked, told], {}),
+    ]
+    calls = [
+        replace(
+            first,
+            id=f"c{number}",
+            sequence=number,
+            agent=None,
+            program=more.get("program"),
+            request={"messages": messages, "tools": more.get("tools", [])},
+            choices=(replace(first.choices[0], message=reply),),
+        )
+        for number, (reply, messages, more) in enumerate(conversations)
+    ]
+    used = [
+        TrainingRecord(rollout.id, 0, f"c{n}", 0, 3, 1.0, advantage, 0.5) for n, advantage in ((1, 0.25), (2, -0.75))
+    ]
+    dropped = TrainingRecord(rollout.id, 0, "c0", 0, 3, None, None, 0.0, dropped="housekeeping")
+    run.put(rollout, attempt, *calls, *used, dropped)
+
+    lines = [line.rstrip() for line in shown(run, rollout.id).splitlines()]
+
+    assert "  conversations: 1 main, 1 sub-agent, 1 housekeeping (by structure 1)" in lines
+    heads = [line for line in lines if line.lstrip().startswith("turn ")]
+    assert heads == [
+        "    turn 0  unnamed agent  (default v0)  housekeeping (by structure)",
+        "  turn 1  unnamed agent  (default v0)",
+        "    turn 2  unnamed agent  (default v0)  sub-agent of turn 1, its turn 0",
+        "  turn 3  unnamed agent  (default v0)",
+    ]
+    below = lines[lines.index(heads[2]) : lines.index(heads[3])]
+    assert "      step 3: credit 1  advantage -0.75  weight in the loss 0.5" in below
+    assert "      step 3: dropped: housekeeping" in lines[: lines.index(heads[1])]
 
 
 @pytest.mark.parametrize(

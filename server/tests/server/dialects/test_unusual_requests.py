@@ -3,6 +3,7 @@ and blocks of Anthropic's, settings that only tune a hosted service, and what is
 
 from __future__ import annotations
 
+import json
 from typing import Any, get_args, get_type_hints
 
 import openai
@@ -14,11 +15,9 @@ from openai import AsyncOpenAI
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from agl_core.capture.requests import HEADER_IGNORED
-from agl_core.learning.batch import left_out
+from agl_core.capture.requests import HEADER_AGENT, HEADER_IGNORED
 from agl_core.testing.scripts import CallTools, Fail, Say
-from agl_core.types import AttemptKey, DropReason, Mode
-from agl_server.health.rollouts import answer, health_of
+from agl_core.types import AttemptKey, Housekeeping, Mode
 from agl_server.testing import Stack, running_stack
 
 from ..server_aids import GOOD, HELLO, SMALLEST, assistant, client_of, closed, post, reply
@@ -96,15 +95,27 @@ async def test_what_a_program_asks_for_itself_is_housekeeping(
     stack: Stack, key: AttemptKey, route: str, change: Any
 ) -> None:
     own = {"messages": [{"role": "system", "content": f"Do not say: {OPENCODE}"}, *HELLO]}
-    stack.upstream.script(Say("3"), Say("A title"))
-    await post(stack, key, {**GOOD, **own})
+    stack.upstream.script(Say("3"), Say("A title"), Say("4"))
+    await post(stack, key, {**GOOD, **own}, **{"User-Agent": "opencode/1.18.33 bun"})
     await post(stack, key, {**SMALLEST[route], **change}, route)
-    episode = await closed(stack, key)
-    main, housekeeping = episode.transitions
-    assert (main.agent, housekeeping.agent) == (None, "housekeeping")
-    assert [left_out(t, ["*"]) for t in episode.transitions] == [None, DropReason.UNTRAINED_AGENT]
-    assert left_out(housekeeping, ["house*", "housekeeping"]) is None
-    assert (answer(episode), health_of(episode).missing) == ("3", ())
+    await post(stack, key, {**SMALLEST[route], **change}, route, **{HEADER_AGENT: "titles"})
+    main, aside, named = await stack.calls(key)
+    assert [(call.program, call.housekeeping) for call in (main, aside)] == [
+        ("opencode", None),
+        (None, Housekeeping.PROGRAM),
+    ]
+    assert (named.agent, named.housekeeping) == ("titles", None), "the agent's own name for it counts"
+
+
+async def test_codex_says_which_agent_asks_and_for_what(stack: Stack, key: AttemptKey) -> None:
+    kinds = ({"request_kind": "turn", "agent_name": "/root/reader"}, {"request_kind": "memory", "agent_name": "/root"})
+    for kind in kinds:
+        metadata = {"x-codex-turn-metadata": json.dumps(kind)}
+        await post(
+            stack, key, {**REQUEST, "client_metadata": metadata}, "responses", **{"User-Agent": "codex_exec/0.171"}
+        )
+    said = [(call.program, call.agent, call.housekeeping) for call in await stack.calls(key)]
+    assert said == [("codex", "/root/reader", None), ("codex", None, Housekeeping.PROGRAM)]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,247 @@
+"""Lineages: the calls of an attempt as a tree of conversations, without those that a program made for itself.
+
+    main ──▶ call ──▶ call ──────────────────▶ call     compaction ──▶ call ──▶ …
+                       ├─ sub-agent ──▶ call               ▲
+                       └─ sub-agent ──▶ call ──▶ call      └ has the summary, or the first message, of a longer one
+
+A call *continues* a call of the same agent, with the same instructions or tools, if its messages begin with that call's
+and its reply, as far as the program repeats it: both are of one lineage. Agents that write their prompt anew for each
+call stay in one, too. Any other call begins a lineage; `LineageKind` says how.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from agl_core.capture.status import message_text
+from agl_core.learning.tool_results import function_of, messages_of, tool_calls_of, tools_of
+from agl_core.learning.transitions import build_episode, counted_calls
+from agl_core.types import HOUSEKEEPING, Call, Episode, Housekeeping, Json, Lineage, LineageKind, RecordedRollout
+
+_MAX_ASIDE = 400
+"""Characters of a reply that structure takes for housekeeping: a title, a topic, a verdict."""
+_MIN_QUOTE = 20
+"""Characters from which on a text that is part of another one is not there by chance."""
+
+
+class Place(NamedTuple):
+    """A call's place in the tree."""
+
+    lineage: Lineage
+    agent_turn: int
+    """0, 1, … in its lineage."""
+    housekeeping: Housekeeping | None
+
+
+def episode_of(recorded: RecordedRollout) -> Episode:
+    """The episode of what was recorded, with all its rewards, its lineages, and its housekeeping apart."""
+    r = recorded
+    episode = build_episode(r.rollout, r.attempt, r.calls, r.tool_results, r.rewards, r.annotations)
+    calls = counted_calls(r.attempt, r.calls)
+    places = {call.id: place for call, place in zip(calls, places_of(calls, r.attempt.result), strict=True)}
+    placed = [replace(t, **places[t.key.call]._asdict()) for t in episode.transitions]
+    work, own = ([t for t in placed if (t.housekeeping is None) is is_work] for is_work in (True, False))
+    return replace(episode, transitions=tuple(work), housekeeping=tuple(own))
+
+
+def places_of(calls: Sequence[Call], result: Json = None) -> list[Place]:
+    """The place of each of an attempt's calls, which are in the order of their starts; `result` is the attempt's."""
+    nodes = [_Node.of(call) for call in calls]
+    marks = {
+        node: node.call.housekeeping or Housekeeping.SETTING
+        for node in nodes
+        if node.call.housekeeping or node.call.agent == HOUSEKEEPING
+    }
+    tree = _Tree([node for node in nodes if node not in marks])
+    if asides := _asides(tree, [*_texts_in(result)]):
+        marks |= dict.fromkeys(asides, Housekeeping.STRUCTURE)
+    if marks:
+        tree = _Tree([*(node for node in nodes if node not in marks), *marks])
+    return [Place(tree.lineages[node.number], node.turn, marks.get(node)) for node in nodes]
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A call, and what of it tells its place."""
+
+    call: Call
+    system: str
+    """The instructions at its beginning."""
+    tools: frozenset[str]
+    texts: Sequence[tuple[Json, str]]
+    """Role and text of each message after the instructions."""
+    prefixes: Sequence[int]
+    """Digests of the first 0, 1, … of these messages."""
+    replies: Sequence[tuple[int, str]]
+    """For each choice, the digest of all messages with it, and its text."""
+    opening: str
+    """The messages before the first of the model."""
+    number: int = 0
+    turn: int = 0
+    before: _Node | None = None
+    after: _Node | None = None
+
+    @classmethod
+    def of(cls, call: Call) -> _Node:
+        messages = messages_of(call)
+        roles = [message.get("role") for message in messages]
+        start = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
+        first = roles.index("assistant", start) if "assistant" in roles[start:] else len(roles)
+        texts = [message_text(message.get("content")).strip() for message in messages]
+        prefixes = [0]
+        for message in messages[start:]:
+            prefixes.append(hash((prefixes[-1], _meaning(message))))
+        return cls(
+            call,
+            "\n".join(texts[:start]),
+            frozenset(function_of(tool)[0] for tool in tools_of(call)),
+            [*zip(roles, texts, strict=True)][start:],
+            prefixes,
+            [
+                (hash((prefixes[-1], _meaning({**m, "role": "assistant"}))), message_text(m.get("content")).strip())
+                for m in (choice.message for choice in call.choices)
+            ],
+            "\n".join(texts[start:first]),
+        )
+
+    @property
+    def is_one_turn(self) -> bool:
+        return all(role != "assistant" for role, _ in self.texts)
+
+    def is_alike(self, other: _Node) -> bool:
+        """True if both have the same agent, and its instructions or tools."""
+        has_same_tools = bool(self.tools) and self.tools == other.tools
+        return self.call.agent == other.call.agent and (self.system == other.system or has_same_tools)
+
+    def quotes(self, earlier: _Node, shortest: int) -> bool:
+        """True if its messages have a reply of an earlier call, of so many characters at least."""
+        long = [text for _, text in earlier.replies if len(text) >= shortest]
+        return any(_is_part(text, own) for text in long for _, own in self.texts)
+
+
+def _meaning(message: Mapping[str, Any]) -> tuple[Json, ...]:
+    """The part of a message that is the same, however a program repeats it."""
+    called = (json.dumps([call["id"], *function_of(call)], sort_keys=True) for call in tool_calls_of(message))
+    answers = str(message.get("tool_call_id"))
+    return str(message.get("role")), message_text(message.get("content")).strip(), *called, answers
+
+
+def _is_part(text: str, of: str) -> bool:
+    return text == of or (len(text) >= _MIN_QUOTE and text in of)
+
+
+def _asides(tree: _Tree, result: Sequence[str]) -> list[_Node]:
+    """Housekeeping by structure.
+
+    It is a single call of a known program, without tools, and with other instructions than the program's longest
+    lineage with tools has. Its reply is short, and neither quoted later (if it has not quoted itself what it was asked)
+    nor in the `result`. A call that an adapter named is none: a planner without tools beside a worker looks the same.
+    """
+    nodes, lineages = tree.nodes, tree.lineages
+    candidates = [
+        node
+        for node in nodes
+        if node.call.program and node.call.agent is None and not node.tools and node.is_one_turn
+        if node.before is None and node.after is None and lineages[node.number].kind is LineageKind.MAIN
+    ]
+    worked = Counter(node.number for node in nodes if node.tools)
+    if not candidates or not worked:
+        return []
+    [(longest, _)] = worked.most_common(1)
+    instructions = {node.system for node in nodes if node.number == longest}
+    return [
+        node
+        for node in candidates
+        if node.system not in instructions
+        and (node.call.requested.max_tokens == 1 or all(len(text) <= _MAX_ASIDE for _, text in node.replies))
+        and not any(text and _is_part(text, own) for _, text in node.replies for own in result)
+        and (node.quotes(node, 1) or not any(other.quotes(node, 1) for other in nodes[nodes.index(node) + 1 :]))
+    ]
+
+
+@dataclass(slots=True)
+class _Tree:
+    nodes: Sequence[_Node]
+    """Each goes to its place after those before it."""
+    lineages: list[Lineage] = field(default_factory=list)
+    _asked: dict[int, list[_Node]] = field(default_factory=dict)
+    """By the digest of their messages, the latest first."""
+    _answered: dict[int, list[_Node]] = field(default_factory=dict)
+    """By the digest of their messages with a reply, the latest first."""
+    _waiting: dict[str, tuple[_Node, list[str]]] = field(default_factory=dict)
+    """Tool calls without a result, by id: the call that asked, and the texts in its arguments."""
+
+    def __post_init__(self) -> None:
+        for at, node in enumerate(self.nodes):
+            node.turn, node.before, node.after = 0, None, None
+            self._place(node, self.nodes[:at][::-1])
+            for message in messages_of(node.call):
+                self._waiting.pop(str(message.get("tool_call_id")), None)
+            for tool_call in (called for choice in node.call.choices for called in tool_calls_of(choice.message)):
+                self._waiting[tool_call["id"]] = node, [*_texts_in(function_of(tool_call)[1])]
+            self._asked.setdefault(node.prefixes[-1], []).insert(0, node)
+            for digest, _ in node.replies:
+                self._answered.setdefault(digest, []).insert(0, node)
+
+    def _place(self, node: _Node, earlier: Sequence[_Node]) -> None:
+        """Put a call into its lineage, or begin one; `earlier` are those before it, the latest first."""
+        if (parent := self._continued(node)) is not None:
+            if parent.after is None and node.is_alike(parent):
+                return self._go_on(node, parent)
+            return self._begin(node, LineageKind.BRANCH, parent)
+        if (parent := self._delegating(node)) is not None:
+            return self._begin(node, LineageKind.SUB_AGENT, parent)
+        for twin in self._asked.get(node.prefixes[-1], ()):
+            if node.is_alike(twin) and not (twin.is_one_turn and (twin.after is None or twin.after.is_one_turn)):
+                return self._begin(node, LineageKind.BRANCH, twin.before)
+        for last in earlier:
+            if last.after is not None or last.call.agent != node.call.agent:
+                continue
+            if node.is_one_turn and last.is_one_turn and (last.call.agent or last.system == node.system):
+                return self._go_on(node, last)
+            if node.is_alike(last) and not last.is_one_turn and len(node.texts) <= len(last.texts):
+                summary = next((other for other in earlier if node.quotes(other, _MIN_QUOTE)), None)
+                if summary is not None and summary.number != last.number:
+                    self.lineages[summary.number] = Lineage(summary.number, LineageKind.COMPACTION, last.call.id)
+                if summary is not None or node.opening == last.opening:
+                    return self._begin(node, LineageKind.COMPACTION, summary or last)
+        return self._begin(node, LineageKind.MAIN, None)
+
+    def _continued(self, node: _Node) -> _Node | None:
+        """The call with most messages that this one continues, or branches from."""
+        for known, prefixes in ((self._answered, node.prefixes[1:]), (self._asked, node.prefixes[1:-1])):
+            for digest in reversed(prefixes):
+                of_agent = [other for other in known.get(digest, ()) if other.call.agent == node.call.agent]
+                alike = [other for other in of_agent if node.is_alike(other)]
+                if of_agent:
+                    return next((other for other in alike if other.after is None), (alike or of_agent)[0])
+        return None
+
+    def _delegating(self, node: _Node) -> _Node | None:
+        """The call that waits for the tool call which started this one, if one did."""
+        for id, (parent, texts) in self._waiting.items():
+            is_other = (node.system, node.tools) != (parent.system, parent.tools) or not node.is_alike(parent)
+            if is_other and any(_is_part(text, node.opening) for text in texts):
+                del self._waiting[id]
+                return parent
+        return None
+
+    def _go_on(self, node: _Node, last: _Node) -> None:
+        node.number, node.turn, node.before, last.after = last.number, last.turn + 1, last, node
+
+    def _begin(self, node: _Node, kind: LineageKind, parent: _Node | None) -> None:
+        node.number = len(self.lineages)
+        self.lineages.append(Lineage(node.number, kind, None if parent is None else parent.call.id))
+
+
+def _texts_in(value: Json) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str) and value.strip():
+        yield value.strip()
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(inner)
