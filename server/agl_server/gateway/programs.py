@@ -46,7 +46,7 @@ class Marks(NamedTuple):
 
 
 def marks_of(request: Mapping[str, Json], user_agent: str) -> Marks:
-    """What a program says of a request on record.
+    """The marks of a program on a request, as it is recorded.
 
     >>> marks_of({"messages": []}, "claude-cli/2.1.332 (external, cli)").program
     'claude'

@@ -18,7 +18,6 @@ import pytest
 
 import agl_core
 from agl_core.errors import EpisodesError
-from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.types import (
     Call,
@@ -36,6 +35,7 @@ from agl_core.types import (
 from agl_core.types.forms import to_json
 from agl_server.reading.export import Format, export_run
 from agl_server.reading.importing import IMPORTED, RecordedFile, import_file
+from agl_server.reading.lineages import episode_of
 from agl_server.reading.rollouts import RecordedRun, groups_of
 
 
@@ -428,7 +428,8 @@ def test_export_then_import_gives_the_same_episodes(tmp_path: Path) -> None:
         make.call(3, prompt_ids=None),
     ]
     tool_results = [make.tool_result("o1", "t0", result="4"), make.tool_result("o2", parent_span="s1")]
-    built = build_episode(make.rollout(step=2), make.attempt(result="4"), calls, tool_results)
+    recorded = RecordedRollout(make.rollout(step=2), make.attempt(result="4"), calls, tool_results, ())
+    built = episode_of(recorded)
     transitions = tuple(
         replace(t, rewards=(Reward("r", 0, "of_call", n / 8, "rule", t.key.call, t.key.choice),) if n % 2 else ())
         for n, t in enumerate(built.transitions)
