@@ -50,7 +50,7 @@ from agl_core.types.records import (
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """A conversation of an episode (`agl_server.reading.lineages`)."""
+    """A conversation of an episode (`agl_server.training.lineages`)."""
 
     number: int = 0
     """0, 1, … in the order in which they began."""

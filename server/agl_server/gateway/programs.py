@@ -1,6 +1,6 @@
 """Command-line agents that agl knows: what they say of a call, in its instructions, its metadata and its headers.
 
-Housekeeping is told here from a program's own words. `agl_server.reading.lineages` tells it from structure, once all
+Housekeeping is told here from a program's own words. `agl_server.training.lineages` tells it from structure, once all
 calls of an attempt are known. Compactions and sub-agents are work.
 """
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean
 
 from agl_core.types import RecordedRollout, ToolStatus, are_equal
-from agl_server.reading.lineages import episode_of
 from agl_server.reading.rollouts import RecordedRun, groups_of
 from agl_server.reading.runs import is_capture
+from agl_server.training.lineages import episode_of
 
 LATEST, READ_TOGETHER = 400, 50
 """The training rollouts that are looked at, at most (the newest), and those that are in memory at the same time."""

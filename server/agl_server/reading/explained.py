@@ -28,8 +28,8 @@ from agl_core.types import (
 )
 from agl_server.health.certificate import Certificate, certify
 from agl_server.health.rollouts import RolloutHealth, health_of
-from agl_server.reading.lineages import episode_of
 from agl_server.reading.runs import open_store
+from agl_server.training.lineages import episode_of
 from agl_server.training.rollouts import by_attempt, counted_attempts, read_attempts, uncounted_rewards
 
 

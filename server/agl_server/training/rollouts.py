@@ -46,7 +46,7 @@ from agl_core.types import (
 )
 from agl_server.health.alarms import StallWatch
 from agl_server.health.table import Alarm
-from agl_server.reading.lineages import episode_of
+from agl_server.training.lineages import episode_of
 from agl_server.training.metrics import Advance
 
 if TYPE_CHECKING:  # A run is read where no server is installed, too.

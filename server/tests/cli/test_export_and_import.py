@@ -35,8 +35,8 @@ from agl_core.types import (
 from agl_core.types.forms import to_json
 from agl_server.reading.export import Format, export_run
 from agl_server.reading.importing import IMPORTED, RecordedFile, import_file
-from agl_server.reading.lineages import episode_of
 from agl_server.reading.rollouts import RecordedRun, groups_of
+from agl_server.training.lineages import episode_of
 
 
 @pytest.fixture

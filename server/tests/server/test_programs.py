@@ -13,7 +13,7 @@ from agl_core.builtin import identical
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.testing import episodes as make
 from agl_core.types import Call, CreditKind, DropReason, Episode, Housekeeping, LineageKind, RecordedRollout
-from agl_server.reading.lineages import places_of
+from agl_server.training.lineages import places_of
 from agl_server.training.rollouts import trained_episode
 
 from .program_sessions import PROGRAMS, Session, message, sessions, tools
