@@ -166,7 +166,7 @@ def _installation(program: Path) -> Iterator[Path]:
     """The folders that a program is installed in: those above `bin`, of the link and of its target."""
     for path in {program, program.resolve()}:
         folder = path.parents[1]
-        yield path if Path.home().is_relative_to(folder) else folder
+        yield path if Path.home().is_relative_to(folder) or folder == Path.home() / ".local" else folder
 
 
 def prompt_of(task_input: Json) -> str:

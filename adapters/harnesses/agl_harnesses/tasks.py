@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import orjson
-
 import agl_core
 from agl_core.errors import ConfigError
 from agl_core.types import Json, Task
+from agl_core.types.forms import parse_json
 
 
 @agl_core.task_source
@@ -27,18 +26,18 @@ def swe(*, path: Path, repositories: str = "https://github.com/{repo}") -> Itera
         if not line.strip():
             continue
         try:
-            row = orjson.loads(line)
+            row = parse_json(line)
             tests = {name.lower(): _listed(row[name]) for name in ("FAIL_TO_PASS", "PASS_TO_PASS")}
             source = {"repository": repositories.replace("{repo}", row["repo"]), "commit": row["base_commit"]}
             task_input = {"prompt": row["problem_statement"], "workspace": source}
             metadata = {"tests": {"patch": row["test_patch"], **tests}}
             yield Task(row["instance_id"], task_input, metadata=metadata)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number} is no JSON: {error}.") from None
         except KeyError as error:
             raise ConfigError(f"{path}, line {number} has no {error}, which each row of 'swe' needs.") from None
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number} is no JSON: {error}.") from None
 
 
 def _listed(tests: Json) -> Json:
     """Test ids as a list; published rows have it as a text of JSON."""
-    return orjson.loads(tests) if isinstance(tests, str) else tests
+    return parse_json(tests) if isinstance(tests, str) else tests
