@@ -14,13 +14,16 @@ _SECTION = r"(?<=<!-- written by adapters/harnesses/tests/make_page.py -->\n).*?
 
 
 def render(page: str) -> str:
-    """The page with the matrix written anew; a cell without a tick has the number of its reason."""
-    reasons = list(dict.fromkeys(reason for tools in TOOLS.values() for reason in tools.gaps.values()))
+    """The page with the matrix written anew; a gap or a reservation has the number of its reason."""
+    reasons = list(dict.fromkeys(r for tools in TOOLS.values() for r in (*tools.gaps.values(), *tools.notes.values())))
     head = ["scenario", *(f"{name} {RELEASES[name]['version']}" for name in TOOLS)]
     rows = [head, ["---"] * len(head)]
     for scenario, about in SCENARIOS.items():
-        gaps = [tools.gaps.get(scenario) for tools in TOOLS.values()]
-        cells = ("✓" if gap is None else f"– ({reasons.index(gap) + 1})" for gap in gaps)
+        cells = []
+        for tools in TOOLS.values():
+            reason = tools.gaps.get(scenario) or tools.notes.get(scenario)
+            number = f" ({reasons.index(reason) + 1})" if reason else ""
+            cells.append(f"{'–' if scenario in tools.gaps else '✓'}{number}")
         rows.append([f"{scenario}: {about}", *cells])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     numbered = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, 1)]

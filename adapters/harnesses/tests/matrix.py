@@ -50,6 +50,12 @@ class Tools:
     """It ends by a command, not by an answer."""
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    failed: str = "error"
+    """The status of a command that fails."""
+    loses_result: bool = False
+    """Its compaction takes the place of the last tool call's result."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Reservations about scenarios that it passes."""
     gaps: Mapping[str, str] = field(default_factory=dict)
     """Scenarios that this program has not, and why."""
 
@@ -80,6 +86,12 @@ TOOLS: dict[str, Tools] = {
         shell_name="bash",
         sub_agent=lambda prompt: ("task", {"description": "Look", "prompt": prompt, "subagent_type": "general"}),
         summarises=r"(?i)create a new anchored summary|summar",
+        failed="ok",
+        loses_result=True,
+        notes={
+            "tests": "no result of a command says that it failed, so its status is `ok`",
+            "compaction": "the result before it is a part of the summary's prompt alone, and joined to no call",
+        },
     ),
     "qwen-code": Tools(
         shell=lambda command: ("run_shell_command", {"command": command, "is_background": False}),
@@ -169,7 +181,7 @@ class Play:
         steps = {
             "edit": [[(self.tools.edit(self.edited, self.edit), "ok", "")]],
             "tests": [
-                [(shell(f"echo {name}: 1 failed; exit 3"), "error", f"{name}: 1 failed")],
+                [(shell(f"echo {name}: 1 failed; exit 3"), self.tools.failed, f"{name}: 1 failed")],
                 [(shell(f"echo {name}: 1 passed"), "ok", f"{name}: 1 passed")],
             ],
             "long": [[(shell(f"echo {name} begins; head -c 200000 /dev/zero | tr '\\0' x"), "ok", f"{name} begins")]],
