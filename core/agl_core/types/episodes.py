@@ -8,10 +8,10 @@ Credit rules build on the return of an episode and of each of its transitions. I
     R     the episode's return: the terminal reward and every r_t, undiscounted
     G_t   what came from t on: r_t + γ · G_{t+1}
 
-Time is counted in calls, trained or not. The choices of one call (`n` > 1) are parallel: no choice is in another's
-future, later calls are in the future of each, and each choice of the last call has the terminal reward. To the calls
-before it and to R, a call is worth the mean over its choices, so more choices do not earn more. Rules state what they
-conserve for calls with one choice.
+Time is counted in calls of all lineages, trained or not, housekeeping aside. The choices of one call (`n` > 1) are
+parallel: no choice is in another's future, later calls are in the future of each, and each choice of the last call has
+the terminal reward. To the calls before it and to R, a call is worth the mean over its choices, so more choices do not
+earn more. Rules state what they conserve for calls with one choice.
 """
 
 from __future__ import annotations
