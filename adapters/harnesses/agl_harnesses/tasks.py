@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 import agl_core
 from agl_core.errors import ConfigError
@@ -12,11 +15,17 @@ from agl_core.types.forms import parse_json
 
 
 @agl_core.task_source
-def swe(*, path: Path, repositories: str = "https://github.com/{repo}") -> Iterator[Task]:
+def swe(
+    *,
+    path: Annotated[Path, Field(description="The file, relative to the configuration file.")],
+    repositories: Annotated[str, Field(description="The path or URL of the repository `{repo}`.")] = (
+        "https://github.com/{repo}"
+    ),
+) -> Iterator[Task]:
     """Issues of git repositories with the tests that fail before a fix: JSON Lines with the columns of SWE-bench.
 
     A row has `instance_id`, `repo`, `base_commit`, `problem_statement`, `test_patch`, and the tests `FAIL_TO_PASS` and
-    `PASS_TO_PASS`, which the reward `tests_pass` reads. `repositories` says where a repository is, by path or URL.
+    `PASS_TO_PASS`, which the reward `tests_pass` reads.
     """
     try:
         lines = path.read_bytes().splitlines()

@@ -155,7 +155,7 @@ def test_a_bad_override_says_so(loaded: Load, override: str, message: str) -> No
         ("train.steps", "5", '[train] steps: must be a valid integer, not "5".'),
         ("train", 5, "train: must be an object, not 5."),
         ("train.agents", "a", '[train] agents: must be a valid array, not "a".'),
-        ("agent", {}, "agent: needs either entry = 'module:function' or command = 'a program to run', and not both."),
+        ("agent", {}, "agent: needs one of entry = 'module:function', command = 'a program' and harness = 'its name'."),
         ("policies.default.model.dtype", "flaot32", ".model] dtype: must be 'auto', 'float32' or 'bfloat16', not"),
         ("policies.default.model.lora", {"rnk": 4}, ".lora] rnk: there is no such key. Did you mean 'rank'?"),
         ("policies.default.algorithm", {"name": "comparing", "comparing": {"beta": -1}},
