@@ -26,12 +26,13 @@ from agl_core.protocols import Upstream
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Received
 from agl_core.testing.upstream import ScriptedUpstream
-from agl_core.types import Ending, Task, Tokens
+from agl_core.types import Ending, LineageKind, Task, Tokens
 from agl_harnesses.harness import ProgramHarness, ProgramOptions
 from agl_harnesses.programs import PROGRAMS
 from agl_server.testing import Stack, running_stack, until
+from agl_server.training.lineages import places_of
 
-from .matrix import FINAL, SCENARIOS, TOOLS, Play, Stuck, Tools
+from .matrix import FINAL, SCENARIOS, SUMMARY, TOOLS, Play, Stuck, Tools
 
 ENVIRONMENTS = Path(__file__).parents[3] / ".venv-harnesses"
 RELEASES = tomllib.loads(Path(__file__).with_name("programs.toml").read_text())
@@ -160,6 +161,11 @@ async def test_all_calls_ids_and_tool_results_are_recorded(program: str) -> None
                 for result in transition.tool_results
                 if result.tool_call_id in str(transition.response)
             }
+            for call, place in zip(calls, places_of(calls, attempt.result), strict=True):
+                said, kind = shown(call.choices[0].message), place.lineage.kind
+                assert (place.housekeeping is not None) == ("A title of" in said)
+                if "A title of" not in said and SUMMARY not in said:
+                    assert kind == kind_of(said, "compaction" in play.seen), said
             expected = play.expected
             if tools.loses_result:
                 expected = {id: result for id, result in expected.items() if f"{play.name} is full" not in result}
@@ -168,6 +174,13 @@ async def test_all_calls_ids_and_tool_results_are_recorded(program: str) -> None
                 id: status for id, (status, _) in expected.items()
             }
             assert [id for id, (_, text) in expected.items() if text not in results[id][1]] == []
+
+
+def kind_of(said: str, is_compacted: bool) -> LineageKind:
+    """The conversation of a reply."""
+    if "_below_" in said or ("The sub-agent of" in said and "Next, " not in said):
+        return LineageKind.SUB_AGENT
+    return LineageKind.COMPACTION if FINAL in said and is_compacted else LineageKind.MAIN
 
 
 def listed(tokens: Tokens | None) -> list[int]:
@@ -188,21 +201,22 @@ def not_continued(served: Sequence[tuple[list[int], list[int]]], breaks: int) ->
 @pytest.mark.timeout(900)
 async def test_a_program_that_is_killed_or_hangs_ends_as_that(program: str) -> None:
     tools = TOOLS[program]
-    plays = {"killed": Stuck(tools, "killed"), "hangs": Stuck(tools, "hangs")}
+    killed, hangs = f"killed{os.getpid()}", f"hangs{os.getpid()}"
+    plays = {rollout: Stuck(tools, rollout) for rollout in (killed, hangs)}
     async with running(program, plays, tools, timeout=90) as (stack, _):
-        await until(lambda: plays["killed"].hold.arrived.is_set())
-        for process in processes_of("killed"):
+        await until(lambda: plays[killed].hold.arrived.is_set())
+        for process in processes_of(killed):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         for rollout in plays:
             await stack.server.queue.done([rollout])
         ended = {rollout: (await stack.store.attempts(rollout))[0] for rollout in plays}
         assert {rollout: attempt.ending for rollout, attempt in ended.items()} == {
-            "killed": Ending.CRASHED,
-            "hangs": Ending.TIMED_OUT,
+            killed: Ending.CRASHED,
+            hangs: Ending.TIMED_OUT,
         }
-        assert "was killed by SIGKILL" in str(ended["killed"].error)
-        assert processes_of("hangs") == []
+        assert "was ended by SIGKILL" in str(ended[killed].error)
+        await until(lambda: processes_of(hangs) == [])
 
 
 def processes_of(rollout: str) -> list[int]:

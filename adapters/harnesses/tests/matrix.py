@@ -71,6 +71,7 @@ TOOLS: dict[str, Tools] = {
             {"description": "Look", "prompt": prompt, "subagent_type": "general-purpose", "run_in_background": False},
         ),
         summarises=r"create a detailed summary of",
+        variables={"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "100000"},
     ),
     "codex": Tools(
         shell=lambda command: ("exec_command", {"cmd": command, "yield_time_ms": 20000}),
@@ -184,7 +185,15 @@ class Play:
                 [(shell(f"echo {name}: 1 failed; exit 3"), self.tools.failed, f"{name}: 1 failed")],
                 [(shell(f"echo {name}: 1 passed"), "ok", f"{name}: 1 passed")],
             ],
-            "long": [[(shell(f"echo {name} begins; head -c 200000 /dev/zero | tr '\\0' x"), "ok", f"{name} begins")]],
+            "long": [
+                [
+                    (
+                        shell(f"echo {name} begins; head -c 200000 /dev/zero | tr '\\0' x; echo; echo {name} ends"),
+                        "ok",
+                        f"{name} ",
+                    )
+                ]
+            ],
             "parallel": [[(shell(f"echo {name} {side}"), "ok", f"{name} {side}") for side in ("left", "right")]],
             "compaction": [[(shell(f"echo {name} is full"), "ok", f"{name} is full")]],
         }
