@@ -123,6 +123,12 @@ class _Node:
         return any(_is_part(text, own) for text in long for _, own in self.texts)
 
 
+    def is_told(self, earlier: _Node) -> bool:
+        """True if its last message, the user's, has a reply of an earlier call."""
+        role, own = self.texts[-1] if self.texts else ("", "")
+        return role == "user" and any(len(text) >= _MIN_QUOTE and text in own for _, text in earlier.replies)
+
+
 def _meaning(message: Mapping[str, Any]) -> tuple[Json, ...]:
     """The part of a message that is the same, however a program repeats it."""
     called = (json.dumps([call["id"], *function_of(call)], sort_keys=True) for call in tool_calls_of(message))
@@ -192,7 +198,10 @@ class _Tree:
         if (parent := self._continued(node)) is not None:
             if parent.after is None and node.is_alike(parent):
                 return self._go_on(node, parent)
-            return self._begin(node, LineageKind.BRANCH, parent)
+            # Codex keeps the first messages, and has the user tell the summary.
+            summary = next((other for other in earlier if node.is_told(other)), None)
+            kind = LineageKind.BRANCH if summary is None else LineageKind.COMPACTION
+            return self._begin(node, kind, summary or parent)
         if (parent := self._delegating(node)) is not None:
             return self._begin(node, LineageKind.SUB_AGENT, parent)
         for twin in self._asked.get(node.prefixes[-1], ()):

@@ -138,7 +138,7 @@ def codex(s: Session) -> None:
     s.ask(name, None, "Repair of a test", own=True, **meta(thread="c", thread_source="thread_title"))
     summary = "So far the tests were read and make was run; one of them still fails in shop.py."
     s.ask([*s.answer(talk), message("user", "Write a handoff.")], offered, summary, **meta("compaction"))
-    s.ask([*system, message("user", task), message("user", f"Before: {summary}")], offered, "Done.", **meta())
+    s.ask([*talk[:4], message("user", f"Before: {summary}")], offered, "Done.", **meta())
     s.ask([message("user", "What is worth keeping?")], None, "Nothing.", own=True, **meta("memory"))
 
 
