@@ -119,7 +119,7 @@ TOOLS: dict[str, Tools] = {
         edit=lambda path, text: ("", {}),
         shell_name="",
         writes_files=True,
-        arguments=("--auto-test", "--test-cmd", "grep -q Hello *.txt || { echo 1 failed; exit 3; }"),
+        arguments=("--auto-test", "--test-cmd", "grep -q Hello $AGL_ROLLOUT*.txt || { echo 1 failed; exit 3; }"),
         gaps={
             "long": _NO_TOOLS,
             "parallel": _NO_TOOLS,

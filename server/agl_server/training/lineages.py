@@ -122,7 +122,6 @@ class _Node:
         long = [text for _, text in earlier.replies if len(text) >= shortest]
         return any(_is_part(text, own) for text in long for _, own in self.texts)
 
-
     def is_told(self, earlier: _Node) -> bool:
         """True if its last message, the user's, has a reply of an earlier call."""
         role, own = self.texts[-1] if self.texts else ("", "")
