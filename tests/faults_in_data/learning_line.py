@@ -124,7 +124,7 @@ async def judged(
         await store.put(*data.records)
         known = {r.id: r for r in await store.rollouts()}
         rollouts = [known[r.id] for r in data.rollouts]
-        episodes = await recorded_episodes(store, rollouts, PLUGINS.hook)
+        episodes = await recorded_episodes(store, rollouts, PLUGINS.hook, "drop")
     scored = [(await score(episode, rules, endings))[0] for episode in episodes]
     return by_group(rollouts, scored)
 
@@ -165,7 +165,7 @@ class Line:
             for key, reason in self._update(way, batch).items():
                 assert key not in fates
                 fates[key] = reason or ""
-        expected = {t.key for group in groups for e in group for t in (*e.transitions, *e.undelivered)}
+        expected = {t.key for group in groups for e in group for t in (*e.transitions, *e.undelivered, *e.housekeeping)}
         assert fates.keys() == expected, "a transition was lost, or came from nowhere"
         counted = Counter(e.dropped or DropReason.NO_TRANSITION for g in groups for e in g if e.dropped)
         assert all(prepared.episodes_dropped.get(reason, 0) >= count for reason, count in counted.items())

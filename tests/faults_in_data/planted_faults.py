@@ -15,6 +15,7 @@ from agl_core.types import (
     DropReason,
     Ending,
     FinishReason,
+    Housekeeping,
     Mode,
     PrefixBreak,
     Reward,
@@ -113,6 +114,8 @@ CALL: Mapping[str, Faults] = {
     "undelivered": ((True, DropReason.UNDELIVERED),),
     "stamped": ((False, TRAINED),),
     "ignored": harmless,
+    "program": harmless,
+    "housekeeping": tuple((origin, DropReason.HOUSEKEEPING) for origin in Housekeeping),
     "state": (({}, TRAINED), ({"plan": "x" * 100_000}, TRAINED), ({"": [None, {"a": {}}]}, TRAINED)),
 }
 CHOICE: Mapping[str, Faults] = {
@@ -184,6 +187,7 @@ REWARD: Mapping[str, Faults] = {
     "source": (("", TRAINED), ("answer", TRAINED)),
     "call": (("nothing", TRAINED), ("", TRAINED), ("r0-c0", TRAINED)),
     "choice": ((99, TRAINED), (-1, TRAINED)),
+    "evidence": harmless,
 }
 ATTEMPT: Mapping[str, Faults] = {
     "rollout": (("nobody", NOT_RUN),),

@@ -203,7 +203,7 @@ def test_what_agl_run_recorded_is_judged_whoever_answered_it(run: Any, configure
 def test_episodes_in_a_file_are_judged_and_those_of_training_credited(run: Any) -> None:
     async def recorded() -> list[Episode]:
         async with SqliteStore(run.store, read_only=True) as store:
-            return await recorded_episodes(store, await store.rollouts(), Plugins().hook)
+            return await recorded_episodes(store, await store.rollouts(), Plugins().hook, "drop")
 
     first, second, third = asyncio.run(recorded())
     rewards = [Reward(second.rollout, 0, name, value, source) for name, value, source in (
