@@ -121,7 +121,7 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 			-o python_files='live_*.py test_conformance_cells.py' $$tests; } || failed="$$failed $$need"; \
 	done; $(call say_failed)
 
-test-harnesses: install ## Test command-line agents as they are published (a quarter of an hour, 2 GB); HARNESS=codex: one of them; NEWEST=1: their newest releases
+test-harnesses: install ## Test command-line agents as they are published (a quarter of an hour, 3 GB); HARNESS=codex: one of them; NEWEST=1: their newest releases
 	@$(PYTEST) -o python_files='live_*.py' adapters/harnesses/tests
 
 newest: ## Test all adapters and veRL with the newest releases of what they need, and say what breaks (an hour, 12 GB)
