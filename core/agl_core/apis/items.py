@@ -10,35 +10,43 @@ import orjson
 
 from agl_core.apis.answered import NOT_KEPT, Message, ReplyCache
 from agl_core.apis.dialect import joined_parts, unsupported, without_none, wrong
-from agl_core.apis.reply import reasoning_of
+from agl_core.apis.reply import called, reasoning_of
 from agl_core.types import Json
+from agl_core.types.forms import parse_if_json
 
-LEFT_OUT = frozenset(
-    {"namespace", "web_search", "tool_search", "shell", "local_shell", "image_generation"}
-    | {"compaction", "compaction_trigger"}
-)
-"""Tools that Codex offers by default and works without, and items of a session that no model here can read."""
-_LEFT_OUT_ITEMS = LEFT_OUT | {
-    *("apply_patch", "code_interpreter", "computer", "context_compaction", "file_search"),
-    *("mcp", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
-}
-"""Items of OpenAI's own servers, earlier in a session that is resumed here."""
+INPUT = "input"
+"""Argument of the function that stands for a custom tool."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """By type of part: the field with its text."""
 _ITEM_ID = re.compile(r"(msg|rs|fc)_([0-9a-f]{32}|[a-z]+-[0-9a-f-]{37}\.[0-9a-f]{16})_([0-9]+)")
 """An item's kind, reply, and number in it; replies of sessions contain the session's id."""
 
 
-def read_input(items: Any, answered: ReplyCache, ignored: set[str], *, takes_custom: bool = True) -> list[Message]:
-    """The chat messages of `input`; items that are left out are added to `ignored`.
+def full_name(named: Mapping[str, Any]) -> str:
+    """The name that the model sees of a tool that may be in a namespace."""
+    return "__".join(filter(None, (named.get("namespace"), named["name"])))
+
+
+def custom_input(arguments: str) -> str:
+    """The text that the model wrote for a custom tool: the argument `input`, or all of them if that is no text.
+
+    >>> custom_input('{"input": "ls"}'), custom_input('{"cmd": "ls"}')
+    ('ls', '{"cmd": "ls"}')
+    """
+    value = parse_if_json(arguments)
+    text = value.get(INPUT) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def read_input(items: Any, answered: ReplyCache, ignored: set[str]) -> list[Message]:
+    """The chat messages of `input`; items that say nothing to a model here are added to `ignored`.
 
     The items of one reply (reasoning, text, function calls) are one chat message, however they come back: without ids,
-    or with each call's output behind it. Calls of custom tools become calls of functions if the request offers no
-    custom tool (`takes_custom`), unless the model server wrote them.
+    or with each call's output behind it.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    reader = _Reader(answered, ignored, takes_custom)
+    reader = _Reader(answered, ignored)
     for item in items:
         reader.read(item)
     return reader.finish()
@@ -47,8 +55,8 @@ def read_input(items: Any, answered: ReplyCache, ignored: set[str], *, takes_cus
 class _Reader:
     """Joins items in order."""
 
-    def __init__(self, answered: ReplyCache, ignored: set[str], takes_custom: bool) -> None:
-        self._answered, self._ignored, self._takes_custom = answered, ignored, takes_custom
+    def __init__(self, answered: ReplyCache, ignored: set[str]) -> None:
+        self._answered, self._ignored = answered, ignored
         self._messages: list[dict[str, Any]] = []
         self._reply: dict[str, Any] | None = None
         """The last assistant message, which may grow."""
@@ -63,7 +71,8 @@ class _Reader:
             case "message":
                 self._read_message(item)
             case "function_call" | "custom_tool_call":
-                call = {"id": item["call_id"], **self._call(item)}
+                function = {"name": full_name(item), "arguments": self._arguments(item)}
+                call = {"id": item["call_id"], "type": "function", "function": function}
                 self._assistant("tool_calls", item).setdefault("tool_calls", []).append(call)
             case "function_call_output" | "custom_tool_call_output":
                 content = _content(item["output"])
@@ -80,18 +89,17 @@ class _Reader:
                 if not self._refer(item):
                     problem = f"refers to {item['id']!r}, which is not kept. {NOT_KEPT} Send the item itself"
                     raise wrong("input", problem, code="item_not_found")
-            case _ if kind.removesuffix("_output").removesuffix("_call") in _LEFT_OUT_ITEMS:
+            case _:  # Of OpenAI's own servers, or of a client for itself.
                 self._ignored.add(f"input.{kind}")
-            case _:
-                raise unsupported("input", f"has an item of type {kind!r}, which agl cannot pass on")
 
-    def _call(self, item: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments(self, item: Mapping[str, Any]) -> Json:
+        """A call's arguments: the model's own if a custom tool's input was read from them, as they may hold more."""
         if item["type"] == "function_call":
-            return {"type": "function", "function": {"name": item["name"], "arguments": item["arguments"]}}
-        if self._takes_custom or self._answered.reply_of(item["call_id"]):
-            return {"type": "custom", "custom": {"name": item["name"], "input": item["input"]}}
-        arguments = orjson.dumps({"input": item["input"]}).decode()
-        return {"type": "function", "function": {"name": item["name"], "arguments": arguments}}
+            return item["arguments"]
+        exchange = self._answered.of_reply(self._answered.reply_of(item["call_id"]) or "")
+        calls: Any = [call for own in exchange.messages for call in own.get("tool_calls") or ()] if exchange else ()
+        own = "".join(called(call)[1] for call in calls if call["id"] == item["call_id"])
+        return own if own and custom_input(own) == item["input"] else orjson.dumps({INPUT: item["input"]}).decode()
 
     def finish(self) -> list[Message]:
         return [self._finished(message) if message["role"] == "assistant" else message for message in self._messages]
@@ -125,10 +133,8 @@ class _Reader:
             return number < len(calls)
         if number:  # The first item of a text refers to all of it.
             return True
-        part, value = {
-            "msg": ("content", own.get("content") or own.get("refusal") or ""),
-            "rs": ("reasoning_content", reasoning_of(own)),
-        }[matched[1]]
+        text = own.get("content") or own.get("refusal") or ""
+        part, value = ("content", text) if matched[1] == "msg" else ("reasoning_content", reasoning_of(own))
         if value is not None:
             self._assistant(part, item)[part] = value
         return value is not None

@@ -25,11 +25,6 @@ from agl_core.types import FinishReason, Json
 from agl_core.types.forms import parse_if_json
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_CUT = {
-    FinishReason.LENGTH: "max_tokens",
-    FinishReason.CONTENT_FILTER: "refusal",
-    FinishReason.ABORTED: "max_tokens",
-}
 _ERRORS = {
     401: "authentication_error",
     403: "permission_error",
@@ -119,13 +114,14 @@ class Messages(Dialect):
                 "ends with the assistant's: agl does not continue a reply that was begun (prefill), since those tokens "
                 "would not be the model's",
             )
+        tools = [function for tool in body.get("tools") or () if (function := _read_tool(tool, ignored))]
         choice, output = body.get("tool_choice") or {}, body.get("output_config") or {}
         ignored.update(f"output_config.{name}" for name in output if name not in ("format", "effort"))
         chat: dict[str, Json] = {
             # Chat completions do not know the `status` of a tool's result.
             "messages": [{k: v for k, v in m.items() if k != "status"} if m["role"] == "tool" else m for m in messages],
-            "tools": [_read_tool(tool, ignored) for tool in body.get("tools") or ()] or None,
-            "tool_choice": _tool_choice(choice),
+            "tools": tools or None,
+            "tool_choice": None if f"tools.{choice.get('name')}" in ignored else _tool_choice(choice),
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
             "stop": body.get("stop_sequences") or None,
             "response_format": _response_format(output.get("format")),
@@ -222,7 +218,9 @@ def _usage(usage: Usage) -> dict[str, Json]:
 def _ended(reply: Reply) -> dict[str, Json]:
     choice = reply.choices[0]
     ended = "refusal" if choice.message.get("refusal") else "stop_sequence" if reply.stop_sequence else "end_turn"
-    reason = _CUT.get(choice.finish_reason) or ("tool_use" if choice.message.get("tool_calls") else ended)
+    filtered = choice.finish_reason is FinishReason.CONTENT_FILTER
+    reason = "refusal" if filtered else "tool_use" if choice.message.get("tool_calls") else ended
+    reason = "max_tokens" if choice.finish_reason.is_cut else reason
     return {"stop_reason": reason, "stop_sequence": reply.stop_sequence if reason == "stop_sequence" else None}
 
 
@@ -348,8 +346,8 @@ def _tool_input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {_UNPARSED: arguments}
 
 
-def _read_tool(tool: Mapping[str, Any], ignored: set[str]) -> dict[str, Json]:
-    """One entry of `tools`; a tool that Anthropic runs is refused.
+def _read_tool(tool: Mapping[str, Any], ignored: set[str]) -> dict[str, Json] | None:
+    """One entry of `tools`; None if Anthropic's own servers would run it.
 
     A tool that Anthropic defines and the agent runs gets a schema: hosted models know it by its type.
     """
@@ -357,7 +355,8 @@ def _read_tool(tool: Mapping[str, Any], ignored: set[str]) -> dict[str, Json]:
     if kind not in (None, "custom"):
         matched = _CLIENT_TOOL.fullmatch(kind)
         if matched is None:
-            raise unsupported("tools", f"has one of type {kind!r}, which needs Anthropic's own servers")
+            ignored.add(f"tools.{tool.get('name') or kind}")
+            return None
         description, schema = _CLIENT_TOOLS[matched[1]]
         tool = {**tool, "description": description, "input_schema": schema}
     ignored.update(f"tools.{name}" for name, value in tool.items() if value is not None and name not in _TOOL_FIELDS)

@@ -1,9 +1,9 @@
 """OpenAI's Responses API.
 
 Instructions become a system message before the input; `text.format` becomes `response_format`, `reasoning.effort`
-becomes `reasoning_effort`. Codex's default tools that only OpenAI has are left out; other hosted tools go to the model
-server as they are, which may refuse them. Services of OpenAI's own servers (stored prompts and conversations,
-background) are refused. Requests to summarise reasoning or to shorten a conversation are ignored.
+becomes `reasoning_effort`. A custom tool becomes a function with the argument `input`, a namespace its functions; calls
+are turned back. Codex's default tools that only OpenAI has are left out, other hosted ones go to the model server.
+Services of OpenAI's servers (stored prompts and conversations, background) are refused, wishes to shorten are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from agl_core.apis.answered import NOT_KEPT, Message, ReplyCache
 from agl_core.apis.dialect import Dialect, ModelRequest, Translation, unsupported, wrong
 from agl_core.apis.errors import ApiError
-from agl_core.apis.items import LEFT_OUT, read_input
+from agl_core.apis.items import INPUT, custom_input, full_name, read_input
 from agl_core.apis.reply import Reply, called
 from agl_core.apis.streams import Block, BlockRenderer, Event, Renderer
 from agl_core.types import FinishReason, Json
@@ -31,22 +31,15 @@ _WRITTEN: Mapping[str, tuple[str, str]] = {
     "custom_tool_call": ("input", "custom_tool_call_input"),
 }
 """By kind of block or type of tool call: the field with the model's text, and the name of its events."""
-_INCOMPLETE = {
-    FinishReason.LENGTH: "max_output_tokens",
-    FinishReason.CONTENT_FILTER: "content_filter",
-    FinishReason.ABORTED: "max_output_tokens",
-}
 _PREFIXES = {"reasoning": "rs", "content": "msg", "refusal": "msg", "tool_call": "fc"}
 """By kind of block: the prefix of its item's id."""
 _REPEATED = (
-    "instructions",
-    "max_output_tokens",
-    "max_tool_calls",
-    "previous_response_id",
-    "temperature",
-    "top_p",
-    "user",
-)
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "temperature", "top_p", "user"
+)  # fmt: skip
+_CALLS = {"function": "function_call", "custom": "custom_tool_call"}
+"""By type of tool: the type of its calls."""
+_LEFT_OUT = frozenset({"web_search", "tool_search", "shell", "local_shell", "image_generation"})
+"""Tools that Codex offers by default and works without, and that no function can carry."""
 _OUTPUT = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
 """Items of a reply that are the model's own words."""
 
@@ -72,19 +65,17 @@ class Responses(Dialect):
         include = body.get("include") or ()
         if other := {*include} - {_LOGPROBS, _ENCRYPTED}:
             raise unsupported("include", f"asks for {', '.join(sorted(other))}, which agl does not have")
-        tools = _tools(body, ignored)
-        takes_custom = any(tool["type"] == "custom" for tool in tools)
-        messages = [
-            *_earlier(body.get("previous_response_id"), answered),
-            *read_input(body["input"], answered, ignored, takes_custom=takes_custom),
-        ]
+        tools = [*_flat(body.get("tools"))]
+        ignored.update(f"tools.{tool.get('name') or tool['type']}" for tool in tools if tool["type"] in _LEFT_OUT)
+        earlier = _earlier(body.get("previous_response_id"), answered)
+        messages = [*earlier, *read_input(body["input"], answered, ignored)]
         instructions = body.get("instructions")
         system: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
         text, reasoning = body.get("text") or {}, body.get("reasoning") or {}
         logprobs = bool(body.get("top_logprobs")) or _LOGPROBS in include
         chat: dict[str, Json] = {
             "messages": [*system, *messages] if messages else [],
-            "tools": tools or None,
+            "tools": [_tool(tool, ignored) for tool in tools if tool["type"] not in _LEFT_OUT] or None,
             "tool_choice": _tool_choice(body.get("tool_choice")),
             "response_format": _response_format(text.get("format") or {}),
             "verbosity": text.get("verbosity"),
@@ -134,45 +125,35 @@ def _earlier(previous: str | None, answered: ReplyCache) -> Sequence[Message]:
         return ()
     exchange = answered.of_reply(previous)
     if exchange is None or exchange.conversation is None:
-        raise wrong(
-            "previous_response_id",
-            f"names {previous!r}, which this attempt cannot continue. {NOT_KEPT} Send the whole input instead",
-            code="previous_response_not_found",
-        )
+        problem = f"names {previous!r}, which this attempt cannot continue. {NOT_KEPT} Send the whole input instead"
+        raise wrong("previous_response_id", problem, code="previous_response_not_found")
     return exchange.conversation
 
 
-def _tools(body: Mapping[str, Any], ignored: set[str]) -> list[dict[str, Json]]:
-    """The tools for a chat completion; those left out are added to `ignored`.
-
-    Custom tools with a grammar are left out unless the model must call them: few servers hold a reply to a grammar.
-    """
-    tools, choice = [], body.get("tool_choice") or {}
-    for tool in body.get("tools") or ():
-        must_call = isinstance(choice, dict) and choice.get("name") == tool.get("name")
-        has_grammar = tool["type"] == "custom" and (tool.get("format") or {}).get("type") == "grammar"
-        if tool["type"] in LEFT_OUT or (has_grammar and not must_call):
-            ignored.add(f"tools.{tool.get('name') or tool['type']}")
-        else:
-            tools.append(_tool(tool))
-    return tools
+def _flat(tools: Iterable[Mapping[str, Any]] | None) -> Iterator[Mapping[str, Any]]:
+    """The tools; those of a namespace apart, each with its name."""
+    for tool in tools or ():
+        inside = tool["tools"] if tool["type"] == "namespace" else ()
+        yield from ({**own, "namespace": tool["name"]} for own in inside) if inside else [tool]
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Json]:
+def _tool(tool: Mapping[str, Any], ignored: set[str]) -> dict[str, Json]:
     """A tool for a chat completion; a hosted one unchanged, as the model server may have it."""
-    kind = tool["type"]
-    if kind not in ("function", "custom"):
+    if tool["type"] not in _CALLS:
         return dict(tool)
-    described = {k: v for k, v in tool.items() if k != "type" and v is not None}
-    if kind == "custom" and isinstance(format := described.get("format"), dict) and format.get("type") == "grammar":
-        described["format"] = {"type": "grammar", "grammar": {k: v for k, v in format.items() if k != "type"}}
-    return {"type": kind, kind: described}
+    own = {k: v for k, v in tool.items() if k not in ("type", "namespace", "format") and v is not None}
+    own["name"], text, form = full_name(tool), {"type": "string"}, tool.get("format") or {}
+    if form.get("type") == "grammar":  # Few servers hold a reply to one, but the model can read it.
+        text["description"] = f"A text by this grammar ({form['syntax']}):\n{form['definition']}"
+        ignored.add(f"tools.{own['name']}.format")
+    if tool["type"] == "custom":
+        own["parameters"] = {"type": "object", "properties": {INPUT: text}, "required": [INPUT]}
+    return {"type": "function", "function": own}
 
 
 def _tool_choice(choice: Json) -> Json:
-    if not isinstance(choice, dict) or choice.get("type") not in ("function", "custom"):
-        return choice
-    return {"type": choice["type"], choice["type"]: {"name": choice["name"]}}
+    is_function = isinstance(choice, dict) and choice.get("type") in _CALLS
+    return {"type": "function", "function": {"name": full_name(choice)}} if is_function else choice
 
 
 def _response_format(wanted: Mapping[str, Any]) -> Json:
@@ -213,7 +194,8 @@ def _response(request: ModelRequest, reply_id: str, created: Json) -> dict[str, 
 
 def _ended(reply: Reply) -> dict[str, Any]:
     """The fields of a response that are known at its end."""
-    reason, usage = _INCOMPLETE.get(reply.choices[0].finish_reason), reply.usage
+    finish, usage = reply.choices[0].finish_reason, reply.usage
+    reason = "max_output_tokens" if finish.is_cut else {FinishReason.CONTENT_FILTER: "content_filter"}.get(finish)
     return {
         "status": "incomplete" if reason else "completed",
         "incomplete_details": {"reason": reason} if reason else None,
@@ -225,25 +207,6 @@ def _ended(reply: Reply) -> dict[str, Any]:
             "total_tokens": usage.prompt + usage.completion,
         },
     }
-
-
-def _item(request: ModelRequest, own_id: Json, block: Block, status: str) -> dict[str, Any]:
-    if block.kind == "tool_call":
-        kind, (name, _) = _type_of(block), called(block.call)
-        item = {"id": own_id, "type": kind, "call_id": block.call["id"], "name": name, _WRITTEN[kind][0]: block.text}
-        return item if kind == "custom_tool_call" else {**item, "status": status}
-    content = {"status": status, "content": [_content_part(block)]}
-    if block.kind != "reasoning":
-        return {"id": own_id, "type": "message", "role": "assistant", **content}
-    # Clients send the id back; the reply is kept in memory.
-    sealed = {"encrypted_content": own_id} if _ENCRYPTED in (request.body.get("include") or ()) else {}
-    return {"id": own_id, "type": "reasoning", "summary": [], **content, **sealed}
-
-
-def _type_of(block: Block) -> str:
-    if block.kind == "tool_call":
-        return "custom_tool_call" if block.call.get("type") == "custom" else "function_call"
-    return block.kind
 
 
 def _content_part(block: Block) -> dict[str, Any]:
@@ -268,6 +231,8 @@ class _Events(BlockRenderer):
     def __init__(self, request: ModelRequest, reply_id: str) -> None:
         super().__init__(logprobs=request.logprobs)
         self._request, self._reply_id = request, reply_id
+        tools: Any = request.body.get("tools")
+        self._tools = {full_name(tool): tool for tool in _flat(tools) if tool["type"] in _CALLS}
         self._status, self._sent = "completed", 0
         self._response: Mapping[str, Any] = {}
         self._items: dict[int, Mapping[str, Json]] = {}
@@ -296,26 +261,56 @@ class _Events(BlockRenderer):
 
     def opened(self, index: int, block: Block) -> Iterator[Event]:
         at = self._position(index, block)
-        item = _item(self._request, at["item_id"], block, "in_progress")
-        if block.kind != "tool_call":
-            item["content"] = []
+        item = self._item(at["item_id"], block, "in_progress")
+        item |= {} if block.kind == "tool_call" else {"content": []}
         yield {"type": "response.output_item.added", "output_index": index, "item": item}
         if block.kind != "tool_call":
             yield {"type": "response.content_part.added", **at, "part": _content_part(block)}
 
     def extended(self, index: int, block: Block, text: str, logprobs: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
         sampled = {"logprobs": _logprobs(logprobs)} if block.kind == "content" else {}
-        kind = f"response.{_WRITTEN[_type_of(block)][1]}.delta"
-        yield {"type": kind, **self._position(index, block), "delta": text, **sampled}
+        if (kind := self._type(block)) != "custom_tool_call":
+            name = f"response.{_WRITTEN[kind][1]}.delta"
+            yield {"type": name, **self._position(index, block), "delta": text, **sampled}
 
     def closed(self, index: int, block: Block) -> Iterator[Event]:
-        at, (written, kind) = self._position(index, block), _WRITTEN[_type_of(block)]
+        at, kind, text = self._position(index, block), self._type(block), self._text(block)
+        written, name = _WRITTEN[kind]
         sampled = {"logprobs": _logprobs(block.logprobs)} if block.kind == "content" else {}
-        yield {"type": f"response.{kind}.done", **at, written: block.text, **sampled}
+        if kind == "custom_tool_call":
+            yield {"type": f"response.{name}.delta", **at, "delta": text}
+        yield {"type": f"response.{name}.done", **at, written: text, **sampled}
         if block.kind != "tool_call":
             yield {"type": "response.content_part.done", **at, "part": _content_part(block)}
-        self._items[index] = _item(self._request, at["item_id"], block, self._status)
+        self._items[index] = self._item(at["item_id"], block, self._status)
         yield {"type": "response.output_item.done", "output_index": index, "item": self._items[index]}
+
+    def _item(self, own_id: Json, block: Block, status: str) -> dict[str, Any]:
+        kind = self._type(block)
+        if block.kind == "tool_call":
+            named = {k: v for k, v in self._tool(block).items() if k in ("name", "namespace")}
+            named[_WRITTEN[kind][0]] = self._text(block)
+            item = {"id": own_id, "type": kind, "call_id": block.call["id"], **named}
+            return item if kind == "custom_tool_call" else {**item, "status": status}
+        content = {"status": status, "content": [_content_part(block)]}
+        if block.kind != "reasoning":
+            return {"id": own_id, "type": "message", "role": "assistant", **content}
+        # Clients send the id back; the reply is kept in memory.
+        sealed = {"encrypted_content": own_id} if _ENCRYPTED in (self._request.body.get("include") or ()) else {}
+        return {"id": own_id, "type": "reasoning", "summary": [], **content, **sealed}
+
+    def _tool(self, block: Block) -> Mapping[str, Any]:
+        """The tool that a call names; the model may name none of the request's."""
+        name, _ = called(block.call)
+        return self._tools.get(name, {"type": "function", "name": name})
+
+    def _type(self, block: Block) -> str:
+        """A block's kind, or the type of its call's item."""
+        return _CALLS[self._tool(block)["type"]] if block.kind == "tool_call" else block.kind
+
+    def _text(self, block: Block) -> str:
+        """A custom tool's input is known once its arguments are whole."""
+        return custom_input(block.text) if self._type(block) == "custom_tool_call" else block.text
 
     def _position(self, index: int, block: Block) -> dict[str, Json]:
         """An event's fields with its place. An item's id names its reply."""

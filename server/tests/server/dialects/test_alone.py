@@ -26,7 +26,8 @@ from agl_server.testing import Stack
 
 from ..server_aids import HELLO, OWN, SMALLEST, reply
 
-HOSTED = {"type": "later_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "q"}}
+FILE = {"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}
+SEARCHED = {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "q"}}
 
 
 @pytest.fixture(autouse=True)
@@ -130,10 +131,10 @@ def reply_to(
 
 def test_what_agl_would_not_pass_on_is_kept_as_its_api_has_it() -> None:
     said = {"type": "message", "id": "m", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}
-    reply = httpx.Response(200, json={"id": "r", "object": "response", "output": [HOSTED, said]})
-    request = {"model": "m", "instructions": "Search.", "input": [*HELLO, HOSTED]}
+    reply = httpx.Response(200, json={"id": "r", "object": "response", "output": [SEARCHED, said]})
+    request = {"model": "m", "instructions": "Search.", "input": [*HELLO, FILE]}
     (transition,) = reply_to(LocalRollouts(), "https://api.openai.com/v1/responses", request, reply).transitions
-    assert transition.messages == ({"role": "system", "content": "Search."}, *HELLO, HOSTED)
+    assert transition.messages == ({"role": "system", "content": "Search."}, *HELLO, FILE)
     assert transition.response["content"] == "4"
 
 

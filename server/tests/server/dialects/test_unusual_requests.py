@@ -20,7 +20,7 @@ from agl_core.testing.scripts import CallTools, Fail, Say
 from agl_core.types import AttemptKey, Housekeeping, Mode
 from agl_server.testing import Stack, running_stack
 
-from ..server_aids import GOOD, HELLO, SMALLEST, assistant, client_of, closed, post, reply
+from ..server_aids import GOOD, HELLO, SMALLEST, assistant, call, client_of, closed, forwarded, post, reply
 
 HOSTED: Any = {"type": "file_search", "vector_store_ids": ["v"]}
 SHELL: dict[str, Any] = {"name": "shell", "description": "Runs a command."}
@@ -42,37 +42,47 @@ async def test_hosted_tools_are_the_model_servers_affair(stack: Stack, client: A
         await client.responses.create(**REQUEST, tools=[HOSTED])
 
 
-OF_OPENAI = ("file_search_call", "code_interpreter_call", "mcp_call", "mcp_list_tools", "apply_patch_call_output")
+OF_OPENAI = ("file_search_call", "code_interpreter_call", "mcp_list_tools", "apply_patch_call_output", "later_call")
 
 
 async def test_a_session_of_codex_is_served_without_what_only_its_own_servers_know(
     stack: Stack, key: AttemptKey
 ) -> None:
     run: Any = {"type": "function", "name": "exec_command", "parameters": {"type": "object", "properties": {}}}
-    patch = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", **GRAMMAR}}
-    others = [{"type": "web_search"}, {"type": "tool_search"}, {"type": "shell"}]
-    tools: Any = [run, patch, *others, {"type": "namespace", "name": "mcp__docs", "tools": [run]}]
+    others = [{"type": kind} for kind in ("web_search", "tool_search", "shell", "local_shell")]
+    docs = {"type": "namespace", "name": "docs", "description": "Pages.", "tools": [{**run, "name": "find"}]}
     session: Any = [
         {"role": "user", "content": "hello"},
         {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
         {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done"},
+        {"type": "function_call", "call_id": "c2", "namespace": "docs", "name": "find", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c2", "output": "none"},
         {"type": "compaction_trigger"},
         *({"type": kind, "id": "x"} for kind in OF_OPENAI),
     ]
-    raw = await stack.client(key).responses.with_raw_response.create(model="default", input=session, tools=tools)
+    stack.upstream.script(CallTools([("docs__find", {}), ("exec_command", {}), ("unknown__find", {})]))
+    raw = await stack.client(key).responses.with_raw_response.create(
+        model="default", input=session, tools=[run, *others, docs]
+    )
     assert set(raw.headers[HEADER_IGNORED].split(", ")) == {
-        *("tools.apply_patch", "tools.web_search", "tools.tool_search", "tools.shell", "tools.mcp__docs"),
+        *("tools.web_search", "tools.tool_search", "tools.shell", "tools.local_shell"),
         *("input.compaction", "input.web_search_call", "input.compaction_trigger"),
         *(f"input.{kind}" for kind in OF_OPENAI),
     }
+    assert [call.ignored for call in await stack.calls(key)] == [raw.headers[HEADER_IGNORED]]
     (received,) = stack.upstream.received
-    assert [tool["function"]["name"] for tool in received.body["tools"]] == ["exec_command"]
-    _, called, result = received.body["messages"]
+    function = {"name": "docs__find", "parameters": run["parameters"]}
+    assert received.body["tools"][1] == {"type": "function", "function": function}
+    assert [tool["function"]["name"] for tool in received.body["tools"]] == ["exec_command", "docs__find"]
+    _, patched, done, found, none = received.body["messages"]
     function = {"name": "apply_patch", "arguments": '{"input":"*** Begin"}'}
-    assert called["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
-    assert (result["tool_call_id"], result["content"]) == ("c1", "Done")
+    assert patched["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+    assert found["tool_calls"][0]["function"] == {"name": "docs__find", "arguments": "{}"}
+    assert [(m["tool_call_id"], m["content"]) for m in (done, none)] == [("c1", "Done"), ("c2", "none")]
+    called = [(item.name, item.to_dict().get("namespace")) for item in raw.parse().output]
+    assert called == [("find", "docs"), ("exec_command", None), ("unknown__find", None)]
 
 
 OPENCODE = "You are a title generator. You output ONLY a thread title. Nothing else."
@@ -143,34 +153,49 @@ async def test_custom_tools_of_chat_completions(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("arguments", ['{ "input": "ls -l"}', '{"cmd": ["ls"]}', '{"input": 3'])
 async def test_custom_tools_of_the_responses_api(
-    stack: Stack, key: AttemptKey, client: AsyncOpenAI, stream: bool
+    stack: Stack, key: AttemptKey, client: AsyncOpenAI, stream: bool, arguments: str
 ) -> None:
+    """The model sees a function; its own arguments come back to it, also those that are no text `input`."""
     tools: Any = [{"type": "custom", **SHELL, "format": {"type": "grammar", **GRAMMAR}}]
-    stack.upstream.script(USES_CUSTOM)
+    own = assistant(None, call("call_1", "shell", arguments))
+    stack.upstream.script(reply(own), Say("done"))
     request: Any = {**REQUEST, "tools": tools, "tool_choice": {"type": "custom", "name": "shell"}}
+    written = "ls -l" if "ls -l" in arguments else arguments
     if stream:
         events = [event async for event in await client.responses.create(**request, stream=True)]
         response = events[-1].response
-        assert (
-            "".join(event.delta for event in events if event.type == "response.custom_tool_call_input.delta") == "ls -l"
-        )
+        deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+        assert "".join(deltas) == written
     else:
         response = await client.responses.create(**request)
     item: Any = response.output[0]
-    assert (item.type, item.call_id, item.name, item.input) == ("custom_tool_call", "call_1", "shell", "ls -l")
+    assert (item.type, item.call_id, item.name, item.input) == ("custom_tool_call", "call_1", "shell", written)
     first = stack.upstream.received[0].body
-    assert first["tools"] == [
-        {"type": "custom", "custom": {**SHELL, "format": {"type": "grammar", "grammar": GRAMMAR}}}
-    ]
-    assert first["tool_choice"] == {"type": "custom", "custom": {"name": "shell"}}
+    (function,) = (tool["function"] for tool in first["tools"])
+    assert {name: function[name] for name in SHELL} == SHELL
+    assert function["parameters"]["required"] == ["input"]
+    assert GRAMMAR["definition"] in function["parameters"]["properties"]["input"]["description"]
+    assert first["tool_choice"] == {"type": "function", "function": {"name": "shell"}}
     output: Any = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "total 0"}
-    await client.responses.create(
-        model="default", input=[{"role": "user", "content": "hello"}, item.model_dump(), output], tools=tools
-    )
-    assert stack.upstream.received[1].body["messages"][1]["tool_calls"] == [CALLED]
+    echo = {name: value for name, value in item.to_dict().items() if name != "id"}
+    raw = await client.responses.with_raw_response.create(**{**REQUEST, "input": [HELLO[0], echo, output]}, tools=tools)
+    assert raw.headers[HEADER_IGNORED] == "tools.shell.format"
+    assert forwarded(stack)[1] == own
+    edited = [HELLO[0], {**echo, "input": "ls"}, output]
+    await client.responses.create(**{**REQUEST, "input": edited}, tools=tools)
+    assert forwarded(stack)[1]["tool_calls"][0]["function"]["arguments"] == '{"input":"ls"}'
     episode = await closed(stack, key)
     assert [result.tool for result in episode.transitions[0].tool_results] == ["shell"]
+
+
+async def test_a_tool_that_anthropic_runs_is_left_out(stack: Stack, key: AttemptKey) -> None:
+    search: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    request = {**SMALLEST["messages"], "tools": [search], "tool_choice": {"type": "tool", "name": "web_search"}}
+    response = await post(stack, key, request, "messages")
+    assert (response.status_code, response.headers[HEADER_IGNORED]) == (200, "tools.web_search")
+    assert not {"tools", "tool_choice"} & stack.upstream.received[0].body.keys()
 
 
 CLAUDE_CODES: dict[str, Any] = {
@@ -373,7 +398,6 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         blocks({"type": "server_tool_use"}, "assistant"),
         blocks({"type": "tool_use", "name": "f", "input": {}}, "assistant"),
         {"system": 3},
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"tools": [{"name": "f"}]},
         {"tool_choice": {"type": "sometimes"}},
         {"output_config": {"format": {"type": "xml"}}},
