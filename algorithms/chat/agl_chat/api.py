@@ -29,7 +29,7 @@ from starlette.routing import Route
 from agl_chat.backends import Backend, Generation, Request, SampledToken
 from agl_chat.conversation import ChatText, Prompt, ReplyMemory, overflow
 from agl_chat.parsing import Message, ParsedReply, ReplyParser, ResponseText, ToolFormat
-from agl_chat.requests import ChatRequest, normalise, parse_request
+from agl_chat.requests import ChatRequest, fold, normalise, parse_request
 from agl_core.apis.dialect import unsupported, wrong
 from agl_core.apis.errors import ENGINE_FAILED, ApiError, openai_problem
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_MOVED, HEADER_POLICY, HEADER_ROLLOUT
@@ -207,9 +207,8 @@ class ModelServer:
             distortions=chat.distortions,
             model=self.name,
         )
-        if (kept := self.text.kept_systems) < 2:
-            roles = enumerate(message["role"] for message in messages)
-            ignored |= {f"messages.{at}.role": role for at, role in roles if role == "system" and at >= kept}
+        _, folded = fold(messages, self.text.roles)
+        ignored |= {f"messages.{place}.role": messages[place]["role"] for place in folded}
         parser = self.text.parser(chat.shown_tools, is_thinking=prompt.is_thinking)
         return PendingReply(chat, session, messages, prompt, request, parser, tuple(ignored))
 
@@ -227,7 +226,7 @@ class ModelServer:
     def finish(
         self, exchange: PendingReply, generated: Generation, texts: Sequence[ResponseText] | None = None
     ) -> dict[str, Any]:
-        """The reply's body; the session remembers it. `texts` are those of the responses where they were streamed."""
+        """The reply's body; the session remembers one with token ids. `texts` are those of streamed responses."""
         if texts is None:
             texts = [self.response_text(exchange) for _ in generated.responses]
             for text, response in zip(texts, generated.responses, strict=True):
@@ -246,7 +245,7 @@ class ModelServer:
             mask = [token.is_free for token in response.tokens]
             extras.append({"mask": None if all(mask) else mask, "parse_error": text.parsed.error})
             replies.append((normalise([message])[0], response.ids))
-        if exchange.session is not None:
+        if exchange.session is not None and exchange.chat.return_token_ids:
             self._sessions.record(exchange.session, exchange.messages, exchange.prompt, replies)
         prompt, completion = len(exchange.prompt.ids), sum(len(r.tokens) for r in generated.responses)
         body = {

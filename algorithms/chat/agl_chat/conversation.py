@@ -27,7 +27,7 @@ from transformers.utils.hub import cached_file
 
 from agl_chat.formats import PlainText, detect_format, in_plain_text
 from agl_chat.parsing import Message, ReplyParser, ToolFormat, Tools, detect_thinking
-from agl_chat.requests import fold_systems, meaning, normalise, with_short_ids, with_text_arguments
+from agl_chat.requests import RoleRules, find_rules, fold, meaning, normalise, with_short_ids, with_text_arguments
 from agl_core.apis.dialect import wrong
 from agl_core.apis.errors import CONTEXT_OVERFLOW, ApiError
 from agl_core.errors import EngineError
@@ -81,13 +81,18 @@ class ChatText:
 
         Raises ApiError with the template's own words when it refuses the conversation.
         """
+        folded, _ = fold(self._readable(messages, tools), self.roles)
+        return self._apply(folded, list(tools) if tools and not self._in_plain_text else None, prompt, options or {})
+
+    def _readable(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Sequence[Message]:
+        """Messages with tool calls, results and ids in the form that the template knows."""
         if self._in_plain_text:
-            messages, tools = in_plain_text(messages, tools), None
+            messages = in_plain_text(messages, tools)
         if self.tool_format and self.tool_format.id_length:
             messages = [with_short_ids(message, self.tool_format.id_length) for message in messages]
-        if self.kept_systems < 2:
-            messages = fold_systems(messages, self.kept_systems)
-        return self._apply(messages, list(tools) if tools else None, prompt, options or {})
+        return messages
 
     def _apply(
         self,
@@ -108,19 +113,8 @@ class ChatText:
         return str(text)
 
     @functools.cached_property
-    def kept_systems(self) -> int:
-        """System messages that the template shows where they stand: none, the first alone, or any number (2)."""
-
-        def shows(*roles: str) -> bool:
-            messages = [{"role": role, "content": f"7{index}31"} for index, role in enumerate(roles)]
-            try:
-                text = self._apply(messages)
-            except ApiError:
-                return False
-            return all(message["content"] in text for message in messages if message["role"] == "system")
-
-        everywhere = shows("system", "system", "user", "system", "assistant", "system", "user")
-        return 2 if everywhere else int(shows("system", "user"))
+    def roles(self) -> RoleRules:
+        return find_rules(lambda messages: self._apply(self._readable(messages)))
 
     def exceeds(self, text: str, limit: int) -> bool:
         """True if a very long text surely has more tokens: told from as many of its parts as that takes."""

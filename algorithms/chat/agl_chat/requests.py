@@ -10,13 +10,15 @@ text of the same value; keys that are null. Templates want one way (`normalise`)
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from agl_chat.parsing import Message, arguments_text
 from agl_core.apis.dialect import json_object, unsupported, wrong
+from agl_core.apis.errors import ApiError
 from agl_core.learning.transitions import DISTORTING, FORMATS, distorting, grammar_of
 from agl_core.types.forms import parse_if_json
 
@@ -250,24 +252,68 @@ def with_short_ids(message: Message, length: int) -> Message:
     return {**message, **changed}
 
 
-def fold_systems(messages: Sequence[Message], kept: int) -> list[Message]:
-    """Messages for templates that take no system message but the first, or (`kept` = 0) none at all.
+@dataclass(frozen=True, slots=True)
+class RoleRules:
+    """The messages that a chat template takes."""
 
-    The text of another one joins the message before it, unless that is the assistant's, else the user's after it.
-    Nothing depends on what comes after the next reply, so that prompts go on as they began.
+    systems: int
+    """System messages shown where they stand: none, the first alone, or any number (2)."""
+    joined: frozenset[str]
+    """Roles right after which no user's message may stand."""
+
+
+def find_rules(render: Callable[[Sequence[Message]], str]) -> RoleRules:
+    """The rules of a template, by trying: it may refuse a message (ApiError), drop its text, or move it."""
+
+    def shows(*kinds: str) -> bool:
+        messages = [_sample(kind, f"7{place}31") for place, kind in enumerate(kinds)]
+        try:
+            text = render(messages)
+        except ApiError:
+            return False
+        places = [text.find(message["content"]) for message in messages if message["content"]]
+        return min(places) >= 0 and places == sorted(places)
+
+    results = ("user", "call", "tool") if shows("user", "call", "tool") else ("user",)
+    anywhere = shows("system", "system", "user", "system", "assistant", "system", "user")
+    first = shows("system", "user", "assistant", "user") and shows("system", *results)
+    befores = {"user": ("user",), results[-1]: results}
+    joined = frozenset(role for role, before in befores.items() if not shows(*before, "user"))
+    return RoleRules(2 if anywhere and shows("system", *results, "system") else int(first), joined)
+
+
+def _sample(kind: str, content: str) -> Message:
+    """A message of a role, or the assistant's with a tool call (`call`)."""
+    if kind != "call":
+        return {"role": kind, "content": content, **({"tool_call_id": "call00001"} if kind == "tool" else {})}
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def fold(messages: Sequence[Message], rules: RoleRules) -> tuple[list[Message], list[int]]:
+    """Messages as a template takes them, and the places of those that are no messages of their own there.
+
+    The text of a system message joins the message before it, unless that is the assistant's, else the user's after it.
+    A user's message joins the one before it. Nothing depends on what comes after the next reply, so that prompts go on
+    as they began.
     """
     folded: list[Message] = []
+    places: list[int] = []
     begun: Message | None = None  # A user's message that has only texts of system messages so far.
-    for message in messages:
-        before, is_extra = (folded[-1] if folded else None), message["role"] == "system" and bool(folded or not kept)
-        if before and (before is begun if message["role"] == "user" else is_extra and before["role"] != "assistant"):
+    for place, message in enumerate(messages):
+        before, is_user = (folded[-1] if folded else None), message["role"] == "user"
+        is_extra = message["role"] == "system" and rules.systems < 2 and bool(folded or not rules.systems)
+        may_join = is_extra and before and before["role"] != "assistant"
+        if before and (may_join or (is_user and (before is begun or before["role"] in rules.joined))):
+            places += [place] if is_extra or before is not begun else []
             folded[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
             begun = folded[-1] if is_extra and before is begun else None
         elif is_extra:
+            places.append(place)
             folded.append(begun := {**message, "role": "user"})
         else:
             folded.append(message)
-    return folded
+    return folded, places
 
 
 def with_text_arguments(messages: Sequence[Message]) -> Sequence[Message]:

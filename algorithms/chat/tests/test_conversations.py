@@ -21,9 +21,7 @@ from .conftest import (
     ServedModel,
     assert_continues,
     echo,
-    parsed,
     result,
-    with_template,
 )
 
 HELLO = {"role": "user", "content": "hello"}
@@ -126,56 +124,6 @@ def test_a_request_with_other_tools_or_variables_breaks_by_itself(chat: Scripted
     assert broken(chat, messages, tools=[CALCULATOR]) == PrefixBreak.REQUEST
     assert not broken(chat, messages)
     assert not broken(chat, messages[:3], tools=[CALCULATOR], response_format={"type": "json_object"})
-
-
-TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-BEGIN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-FIRST = "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
-RAISES = "{{ raise_exception('no') if "
-SYSTEM_TEMPLATES = {
-    "any": f"{{% for m in messages %}}{TURN}{{% endfor %}}{BEGIN}",
-    "raises, as Qwen3.5": (
-        f"{{% for m in messages %}}{RAISES}m.role == 'system' and not loop.first }}}}{TURN}{{% endfor %}}{BEGIN}"
-    ),
-    "drops, as gpt-oss": CHATML,
-    "alternates, as Gemma 3": (
-        f"{FIRST}{{{{ messages[0].content if rest != messages }}}}{{% for m in rest %}}{RAISES}(m.role == 'user') != "
-        f"(loop.index0 % 2 == 0) }}}}{TURN}{{% endfor %}}{BEGIN}"
-    ),
-    "alternates but for tools, as Mistral": (
-        f"{FIRST}{{% for m in rest | rejectattr('role', 'equalto', 'tool') | rejectattr('tool_calls', 'defined') %}}"
-        f"{RAISES}(m.role == 'user') != (loop.index0 % 2 == 0) }}}}{{% endfor %}}"
-        f"{{{{ messages[0].content if rest != messages }}}}{{% for m in rest %}}{TURN}{{% endfor %}}{BEGIN}"
-    ),
-    "knows none": f"{{% for m in messages if m.role != 'system' %}}{TURN}{{% endfor %}}{BEGIN}",
-}
-
-
-@pytest.mark.parametrize("name", SYSTEM_TEMPLATES)
-def test_no_text_of_a_system_message_is_lost(qwen: ServedModel, name: str) -> None:
-    chat = ScriptedChat(with_template(qwen, SYSTEM_TEMPLATES[name]))
-    kept = {"any": 2, "knows none": 0}.get(name, 1)
-    assert chat.served.text.kept_systems == kept
-    one, two, three, four, five = ({"role": "system", "content": f"<rule {number}>"} for number in range(5))
-    called = {"role": "assistant", "content": "<call>", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
-    gave = {"role": "tool", "tool_call_id": "c", "content": "<result>"}
-    conversations = [[one, two, USER], [one, USER, two], [USER, one], [one]]
-    if name != "alternates, as Gemma 3":
-        conversations = [*conversations, [USER, called, gave, two]]
-    for messages in conversations:
-        ids = chat.ask(messages, "x", session=None)["prompt_token_ids"]
-        shown = chat.model.tokenizer.decode(ids)
-        places = [shown.find(message["content"]) for message in messages]
-        assert sorted(places) == places
-        assert places[0] >= 0
-        exchange = chat.served.begin(parsed({"model": "m", "messages": messages}), None)
-        folded = [f"messages.{at}.role" for at, m in enumerate(messages) if m["role"] == "system" and at >= kept]
-        assert exchange.ignored == (() if kept == 2 else tuple(folded))
-    first = chat.ask([one, USER, two], chat.letters("so be it"))
-    messages = [one, USER, two, echo(first), three, four, HELLO]
-    second = chat.ask(messages, "x")
-    assert_continues(first, second)
-    assert_continues(second, chat.ask([*messages, echo(second), five], "x"))
 
 
 def test_sessions_are_apart(chat: ScriptedChat) -> None:

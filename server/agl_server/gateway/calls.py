@@ -209,7 +209,8 @@ class Gateway:
         with self._relay_of(call.attempt).acquire_destination(call.attempt.rollout.group) as served:
             request = call.request
             body = forwarded(served.upstream, request.chat, request.requested, call.policy(served), trains=False)
-            answer = await served.client.complete(body, None)
+            body.pop("return_token_ids", None)  # agl's chat layer remembers no reply without them.
+            answer = await served.client.complete(body, call.attempt.key)
             return read_reply(answer.body, answer.headers, "", logprobs=False)
 
     def _exchange(self, call: _ModelCall, raw: bytes) -> ClientExchange:
