@@ -36,6 +36,10 @@ TASKS: Mapping[str, list[dict[str, Any]]] = {
     "by_turns": [
         {"id": id, "input": {"answer": "5", "calls": 4, "agents": ["writer", "critic"]}, "result": "5"} for id in "ab"
     ],
+    "titled": [
+        {"id": id, "input": {"answer": "5", "calls": 4, "agents": ["writer", "housekeeping"]}, "result": "5"}
+        for id in "ab"
+    ],
     "other": [{"id": id, "input": {"answer": "5"}, "result": "5", "also": "4"} for id in "pqrs"],
     "restarting": [{"id": id, "input": {"answer": "5", "fails": "first-attempt"}, "result": "5"} for id in "ab"],
     "slow": [{"id": "a", "input": {"answer": "5", "wait": 1.0}, "result": "5"}],

@@ -260,6 +260,7 @@ EFFECTS: Mapping[str, Effect] = {
     "train.refill": Effect(ran(lambda run: run.metrics[1]["groups/replaced"]), {"train.refill": 1}),
     "train.truncated": Effect(KEPT, {"train.truncated": "drop"}, {"sampling.max_tokens": 1, "train.steps": 1}),
     "train.agents": Effect(KEPT, {"train.agents": ["planner"]}, {"train.steps": 1}),
+    "train.housekeeping": Effect(KEPT, {"train.housekeeping": "keep"}, {**tasks("titled"), "train.steps": 1}),
     "train.checkpoint_every": Effect(CHECKPOINTS, {"train.checkpoint_every": 1}),
     "train.keep_checkpoints": Effect(CHECKPOINTS, {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),
     "train.deterministic": Effect(
@@ -290,7 +291,13 @@ SEEN_BY: Mapping[str, tuple[str, ...]] = {
     "algorithm.": ("algorithms/policy/tests", "algorithms/torch/tests"),
     "engine.torch.": ("algorithms/torch/tests",),
     "reward.feedback.": ("apps/online/tests",),
-    **dict.fromkeys(("reward.tests_pass.", "reward.diff_size.", "reward.untouched."), ("adapters/harnesses/tests",)),
+    **dict.fromkeys(
+        (
+            *("harness.", "workspace.", "task_source.swe."),
+            *("reward.tests_pass.", "reward.diff_size.", "reward.untouched."),
+        ),
+        ("adapters/harnesses/tests",),
+    ),
     "reward.": ("rewards/tests",),
     "credit.discounted.": ("core/tests/learning",),
     "credit.": ("rewards/tests",),

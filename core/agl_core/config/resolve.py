@@ -437,7 +437,7 @@ def names_at(model: type[BaseModel], place: Place) -> list[str]:
 
     >>> from agl_core.config.models import RunConfig
     >>> names_at(RunConfig, ("agent",)), names_at(RunConfig, ("policies", "default", "model", "lora"))
-    (['entry', 'command', 'attach'], ['rank', 'alpha', 'targets'])
+    (['entry', 'command', 'harness', 'options', 'attach'], ['rank', 'alpha', 'targets'])
     """
     for part in place:
         for name, described in model.model_fields.items():
