@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 47840,
-    "files of the product": 237,
-    "lines of the core": 15040,
-    "lines of the server": 13367,
+    "lines of the product": 48375,
+    "files of the product": 242,
+    "lines of the core": 14955,
+    "lines of the server": 13410,
     "lines of the largest room of both": 2895,
     "modules in a circle of imports": 0,
-    "lines of all Python": 106693,
-    "words of Markdown": 76783,
+    "lines of all Python": 108970,
+    "words of Markdown": 78560,
     "files that one call passes": 36,
-    "settings": 188,
+    "settings": 210,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""
