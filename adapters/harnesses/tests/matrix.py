@@ -79,7 +79,7 @@ TOOLS: dict[str, Tools] = {
         shell_name="exec_command",
         summarises=r"CONTEXT CHECKPOINT COMPACTION",
         arguments=("-c", "model_auto_compact_token_limit=100000"),
-        gaps={"sub-agent": "its sub-agents are a `namespace` of tools, which the gateway leaves out"},
+        gaps={"sub-agent": "its sub-agents, a `namespace` of tools, were not played"},
     ),
     "opencode": Tools(
         shell=lambda command: ("bash", {"command": command, "description": "Run it"}),
