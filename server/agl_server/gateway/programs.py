@@ -59,7 +59,8 @@ def marks_of(request: Mapping[str, Json], user_agent: str) -> Marks:
     metadata = _codex_metadata(request)
     is_own = any(map(_OWN_PURPOSES.match, _instructions(request["messages"])))
     if program == "claude":
-        is_own = is_own or _LAST_MESSAGE.match(message_text(request["messages"][-1].get("content")).strip()) is not None
+        last = [message_text(message.get("content")).strip() for message in request["messages"][-1:]]
+        is_own = is_own or any(map(_LAST_MESSAGE.match, last))
     is_own = is_own or not _CODEX.isdisjoint((metadata.get("request_kind"), metadata.get("thread_source")))
     agent = metadata.get("agent_name")
     is_sub_agent = isinstance(agent, str) and agent.strip("/") not in ("", "root")
