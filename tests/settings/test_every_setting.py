@@ -171,7 +171,10 @@ CHECKPOINTS, REWARDS, FILES, ENDINGS = ran(checkpoints), ran(rewards), ran(files
 APART: Given = {"workers.processes": 0}
 TORCH: Given = {"plugins": [], "engine.name": "torch"}
 COMMAND = [sys.executable, str(HERE / "scripted_agent.py")]
-HARNESS: Given = {"agent": {"harness": "command", "options": {"command": COMMAND}}}
+HARNESS: Given = {
+    "agent": {"harness": "command", "options": {"command": COMMAND}},
+    "workspace": {"runner": "plain"},
+}
 SECOND: Given = {"policies.second.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}
 LORA: Given = {"policies.default.model.lora": {"rank": 4}}
 SLOW: Given = {"rewards": {"regex_format": {"pattern": "(a|a)*b", "time_limit": 600}}}
