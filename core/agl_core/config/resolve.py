@@ -27,8 +27,6 @@ Model = TypeVar("Model", bound=BaseModel)
 Place: TypeAlias = tuple[str | int, ...]
 """Keys of tables, and indices of lists."""
 
-_TENSORBOARD = "tensorboard"
-
 
 @dataclass(frozen=True, eq=False)
 class ChosenComponent:
@@ -268,7 +266,7 @@ class _Resolver:
         """The trackers of the sections, but for those that are False, and TensorBoard if it is installed."""
         trackers = {}
         installed = self._plugins.components(kinds.TRACKER)
-        by_default: Mapping[str, Any] = {_TENSORBOARD: {}} if _TENSORBOARD in installed else {}
+        by_default: Mapping[str, Any] = {"tensorboard": {}} if "tensorboard" in installed else {}
         for name, settings in {**by_default, **sections}.items():
             if settings is not False and (tracker := self._chosen(kinds.TRACKER, name, settings, ("trackers", name))):
                 trackers[name] = tracker
@@ -411,9 +409,7 @@ def _place_in(data: Any, details: ErrorDetails) -> Place:
         if inside:
             here = here[part]
             place.append(part)
-    if details["type"] == "missing":
-        place.append(details["loc"][-1])
-    return tuple(place)
+    return (*place, details["loc"][-1]) if details["type"] == "missing" else tuple(place)
 
 
 def _text(errors: Sequence[ErrorDetails], model: type[BaseModel], place: Place, owner: str | None) -> str:
@@ -440,10 +436,8 @@ def names_at(model: type[BaseModel], place: Place) -> list[str]:
     (['entry', 'command', 'harness', 'options', 'attach'], ['rank', 'alpha', 'targets'])
     """
     for part in place:
-        for name, described in model.model_fields.items():
-            if part in (name, described.alias):  # Else it is the name of a table among others.
-                model = next(models_in(described.annotation), model)
-                break
+        fields = (field for name, field in model.model_fields.items() if part in (name, field.alias))
+        model = next((inside for field in fields for inside in models_in(field.annotation)), model)
     return [described.alias or name for name, described in model.model_fields.items()]
 
 

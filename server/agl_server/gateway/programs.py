@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from agl_core.capture.status import message_text
@@ -58,10 +59,10 @@ def marks_of(request: Mapping[str, Json], user_agent: str) -> Marks:
     program = known[known.lastindex or 0].lower() if known else None
     metadata = _codex_metadata(request)
     is_own = any(map(_OWN_PURPOSES.match, _instructions(request["messages"])))
+    is_own |= not _CODEX.isdisjoint((metadata.get("request_kind"), metadata.get("thread_source")))
     if program == "claude":
         last = [message_text(message.get("content")).strip() for message in request["messages"][-1:]]
-        is_own = is_own or any(map(_LAST_MESSAGE.match, last))
-    is_own = is_own or not _CODEX.isdisjoint((metadata.get("request_kind"), metadata.get("thread_source")))
+        is_own |= any(map(_LAST_MESSAGE.match, last))
     agent = metadata.get("agent_name")
     is_sub_agent = isinstance(agent, str) and agent.strip("/") not in ("", "root")
     return Marks(program, agent if is_sub_agent else None, Housekeeping.PROGRAM if is_own else None)
@@ -69,9 +70,7 @@ def marks_of(request: Mapping[str, Json], user_agent: str) -> Marks:
 
 def _instructions(messages: list[dict[str, Any]]) -> Iterator[str]:
     """The texts of the system messages at the beginning, each part by itself."""
-    for message in messages:
-        if message["role"] not in ("system", "developer"):
-            return
+    for message in takewhile(lambda message: message["role"] in ("system", "developer"), messages):
         content = message.get("content")
         yield from [content] if isinstance(content, str) else (message_text([part]) for part in content or ())
 
