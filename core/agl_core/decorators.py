@@ -91,10 +91,14 @@ def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool
     `isolated`, a function of a module, and not async: it is called in a process without keys, files of the run or
     network, with limits of time and memory (docs/security.md).
     """
-    return component(function, kinds.REWARD, name, _isolated if isolated else partial)
+    return component(function, kinds.REWARD, name, _isolated if isolated else _rule)
 
 
-def _isolated(function: Callable[..., Any], **settings: Any) -> Any:
+def _rule(function: Callable[..., Any], _: object, **settings: Any) -> Any:
+    return partial(function, **settings)
+
+
+def _isolated(function: Callable[..., Any], _: object, **settings: Any) -> Any:
     from agl_core.processes.sandbox import IsolatedFunction  # Agents' processes need no rules.
 
     return IsolatedFunction(function, settings)
@@ -107,7 +111,7 @@ def group_reward_rule(function: Decorated) -> Decorated:
     reward for their ending, are not among them.
     """
 
-    def make(function: Decorated, **settings: Any) -> GroupRewardRule:
+    def make(function: Decorated, _: object, **settings: Any) -> GroupRewardRule:
         return GroupRewardRule(partial(function, **settings))
 
     decorated: Decorated = component(function, kinds.REWARD, None, make, needs={Capability.GROUPS})

@@ -59,6 +59,7 @@ ENGINE = Kind("engine")
 HARNESS = Kind("harness")
 """Its builder also gets the run's configuration; None: it works in the current folder, for `agl run`."""
 REWARD = Kind("reward")
+"""Its builder also gets the run's configuration; None: there is no run, for `agl reward try`."""
 STORE = Kind("store")
 """Its builder also gets the run's folder, and whether the store is only read."""
 TASK_SOURCE = Kind("task source")

@@ -105,7 +105,7 @@ class ToolResultsOptions(BaseModel):
     weights: dict[str, NonNegativeFloat] = Field({}, description="w by tool name.")
 
 
-def tool_results(options: ToolResultsOptions) -> GroupRewardRule:
+def tool_results(options: ToolResultsOptions, _: object) -> GroupRewardRule:
     """Each call is rewarded for its tools: w · (status − the mean status of that tool in the group).
 
         [rewards.tool_results]

@@ -245,7 +245,7 @@ class JudgeModel:
         return response
 
 
-def judge(options: JudgeOptions) -> Callable[[Episode], Awaitable[float]]:
+def judge(options: JudgeOptions, _: object) -> Callable[[Episode], Awaitable[float]]:
     """A language model's score of the answer by a rubric, 0 … 1.
 
         [rewards.judge]

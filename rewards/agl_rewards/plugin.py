@@ -30,6 +30,6 @@ def register_components(register: Register) -> None:
     register(
         kinds.REWARD,
         "reasoning_gym",
-        lambda options: ReasoningGymRule(),
+        lambda options, _: ReasoningGymRule(),
         doc="The score that the dataset's own verifier gives the agent's result; for tasks of reasoning_gym.",
     )

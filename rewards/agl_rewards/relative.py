@@ -40,7 +40,7 @@ class RelativeJudgeOptions(JudgeOptions):
     )
 
 
-def relative_judge(options: RelativeJudgeOptions) -> GroupRewardRule:
+def relative_judge(options: RelativeJudgeOptions, _: object) -> GroupRewardRule:
     """A language model compares the rollouts of a task, in one request: 0 … 1 for each.
 
         [rewards.relative_judge]

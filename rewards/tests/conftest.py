@@ -25,7 +25,7 @@ transition = episodes.transition
 def rule(kind: Kind, name: str, **settings: Any) -> Any:
     """A registered rule, built from its settings as a run would."""
     component = PLUGINS.component(kind, name, "[test]")
-    return component.build(component.options.model_validate(settings))
+    return component.build(component.options.model_validate(settings), *([None] if kind == kinds.REWARD else []))
 
 
 def tool_result(status: str = "ok", tool: str = "search", **more: Any) -> ToolResult:

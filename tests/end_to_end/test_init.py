@@ -137,7 +137,7 @@ def test_tasks_that_are_there_are_kept_and_used(
     loaded = load(folder / "train.toml")
     asked = loaded.tasks["train"].build(folder, 0).task(0)
     assert asked.input == task.get("input", task.get("question", {"where": "France", "what": "the capital"}))
-    [rule] = [chosen.build() for chosen in loaded.rewards.values()]
+    [rule] = [chosen.build(None) for chosen in loaded.rewards.values()]
     scores = [rule(make.episode(task=asked, result=result)) for result in (right, wrong)]
     assert scores == [1.0, 0.0]
 

@@ -204,7 +204,7 @@ def test_the_rewards_of_the_page_give_what_they_say(folder: Path) -> None:
 
     def score(name: str, **settings: int) -> object:
         component = plugins.component(kinds.REWARD, name, "the page")
-        return component.build(component.options(**settings))(episode)
+        return component.build(component.options(**settings), None)(episode)
 
     assert score("right") == 1.0
     assert score("few_calls") == 1.0

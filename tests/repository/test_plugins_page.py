@@ -109,12 +109,12 @@ async def test_the_examples_work_as_a_users_own_files(files: list[Path], tmp_pat
         return component.build(component.options(**settings), *context)
 
     short, long = _episode(0, "4", terminal=1.0), _episode(1, "It is four.")
-    assert built(kinds.REWARD, "brevity", limit=5)(short) == 1.0
-    assert built(kinds.REWARD, "brevity", limit=5)(long) == 0.0
+    assert built(kinds.REWARD, "brevity", None, limit=5)(short) == 1.0
+    assert built(kinds.REWARD, "brevity", None, limit=5)(long) == 0.0
     calculated = replace(short, result="2 + 2", task=replace(short.task, metadata={"value": 4}))
-    assert await built(kinds.REWARD, "calculated")(calculated) == 1.0
-    assert built(kinds.REWARD, "shortest").reward([short, long]) == [1.0, 0.0]
-    assert built(kinds.REWARD, "shortest").reward([short]) == [None]
+    assert await built(kinds.REWARD, "calculated", None)(calculated) == 1.0
+    assert built(kinds.REWARD, "shortest", None).reward([short, long]) == [1.0, 0.0]
+    assert built(kinds.REWARD, "shortest", None).reward([short]) == [None]
     assert built(kinds.CREDIT, "relative", gamma=0.5)([short, long]) == [[0.0, 0.5], [-0.5, -0.5]]
     assert built(kinds.ALGORITHM, "sapo", temperature=2.0).options.temperature == 2.0
     with pytest.raises(ValueError, match="'clip' has no effect here: sapo has no clip range"):

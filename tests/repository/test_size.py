@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48375,
+    "lines of the product": 48381,
     "files of the product": 242,
     "lines of the core": 14955,
     "lines of the server": 13410,
     "lines of the largest room of both": 2895,
     "modules in a circle of imports": 0,
-    "lines of all Python": 108970,
+    "lines of all Python": 108982,
     "words of Markdown": 78560,
     "files that one call passes": 36,
-    "settings": 210,
+    "settings": 197,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""

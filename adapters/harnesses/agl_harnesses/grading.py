@@ -28,6 +28,7 @@ from xml.etree import ElementTree
 from pydantic import Field, ValidationError, model_validator
 
 import agl_core
+from agl_core.config.models import RunConfig
 from agl_core.config.sections import Section
 from agl_core.errors import ConfigError
 from agl_core.protocols import RewardRule
@@ -36,8 +37,8 @@ from agl_harnesses.sandbox import confined
 from agl_harnesses.workspace import (
     Files,
     PatchError,
+    Workspace,
     Workspaces,
-    WorkspaceSection,
     apply_patch,
     is_matched,
     patched_paths,
@@ -119,15 +120,11 @@ class TestsPassOptions(Section):
     """all: 1 if every test passes, else 0. share: the share of `fail_to_pass` that passes."""
     timeout: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Seconds that the tests may take."""
-    workspace: WorkspaceSection = WorkspaceSection()
-    """The workspace of tasks that bring none, and the limits of the tests; as in [workspace]."""
     python: str | None = None
     """A Python that has pytest, for instance '.venv/bin/python' of the setup; absent: agl's own, without plugins."""
-    folder: Path = Path()
-    """The folder that paths of tasks start at."""
 
 
-def tests_pass(options: TestsPassOptions) -> RewardRule:
+def tests_pass(options: TestsPassOptions, config: RunConfig | None) -> RewardRule:
     """Hidden tests on the attempt's patch, in a fresh copy of the workspace and a fresh sandbox.
 
         [rewards.tests_pass]
@@ -137,10 +134,11 @@ def tests_pass(options: TestsPassOptions) -> RewardRule:
     `{"tests": {"files": {"test_a.py": "…"}, "fail_to_pass": ["test_a.py::test_b"], "pass_to_pass": []}}`. If one of
     `pass_to_pass` fails, the reward is 0. The patch's changes to tests and to files that steer pytest are left out.
     """
+    workspaces = Workspaces.of(config)
 
     async def score(episode: Episode) -> list[Reward]:
         tests = _hidden_tests(episode)
-        verdict = await judge(episode, tests, options)
+        verdict = await judge(episode, tests, options, workspaces)
         solved = set(tests.fail_to_pass) & verdict.passed
         value = len(solved) / len(set(tests.fail_to_pass)) if verdict.passed.issuperset(tests.pass_to_pass) else 0.0
         if options.score == "all":
@@ -150,7 +148,7 @@ def tests_pass(options: TestsPassOptions) -> RewardRule:
     return score
 
 
-async def judge(episode: Episode, tests: HiddenTests, options: TestsPassOptions) -> Verdict:
+async def judge(episode: Episode, tests: HiddenTests, options: TestsPassOptions, workspaces: Workspaces) -> Verdict:
     """The outcome of a task's tests on the episode's patch."""
     task, diff = episode.task, _diff(episode)
     own = task_source({**task.metadata}, f"Task '{task.id}', its metadata")
@@ -160,15 +158,17 @@ async def judge(episode: Episode, tests: HiddenTests, options: TestsPassOptions)
     turns = _AT_ONCE.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(max(2, os.cpu_count() or 1)))
     async with turns:
         with TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:
-            root, home = Path(folder) / "work", Path(folder) / "home"
+            home = Path(folder) / "home"
             home.mkdir()
-            await asyncio.to_thread(Workspaces(options.workspace, options.folder).create, source, root)
-            return await _run_tests(tests, diff, root, home, options)
+            workspace = await asyncio.to_thread(workspaces.create, source, Path(folder) / "work")
+            return await _run_tests(tests, diff, workspace, home, options)
 
 
-async def _run_tests(tests: HiddenTests, diff: str, root: Path, home: Path, options: TestsPassOptions) -> Verdict:
-    """Apply the patch to the fresh workspace `root`, put the tests over it, and run them there."""
-    controls = set[str]()
+async def _run_tests(
+    tests: HiddenTests, diff: str, workspace: Workspace, home: Path, options: TestsPassOptions
+) -> Verdict:
+    """Apply the patch to the fresh workspace, put the tests over it, and run them there."""
+    root, controls = workspace.path, set[str]()
     try:
         await asyncio.to_thread(_prepare, tests, diff, root)
     except PatchError as error:
@@ -194,7 +194,7 @@ async def _run_tests(tests: HiddenTests, diff: str, root: Path, home: Path, opti
             f"--junitxml={report}",
             *files,
         ]
-    status, output = await _run(command, root, home, options)
+    status, output = await _run(command, workspace, home, options)
     return await asyncio.to_thread(_verdict, tests, controls, status, report, output)
 
 
@@ -267,15 +267,17 @@ def _reported(id: str) -> str:
     return ".".join([re.sub(r"\.py$", "", file).replace("/", "."), *names]) + bracket + parameters
 
 
-async def _run(command: Sequence[str], root: Path, home: Path, options: TestsPassOptions) -> tuple[int | None, str]:
+async def _run(
+    command: Sequence[str], workspace: Workspace, home: Path, options: TestsPassOptions
+) -> tuple[int | None, str]:
     """The exit status, None if time is up, and the end of the output; nothing runs any more then."""
     environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), "TMPDIR": str(home)}
     if options.python is None:  # Plugins of agl's own environment are no part of a task.
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    async with confined(command, workspace=root, home=home, section=options.workspace) as line:
+    async with confined(command, workspace=workspace.path, home=home, section=workspace.section) as line:
         process = await asyncio.create_subprocess_exec(
             *line,
-            cwd=root,
+            cwd=workspace.path,
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

@@ -16,14 +16,13 @@ from pydantic import Field
 
 from agl_core.client.agent import client_variables
 from agl_core.config.models import RunConfig
-from agl_core.config.resolve import with_absolute_paths
 from agl_core.config.sections import Section
 from agl_core.errors import AgentError
 from agl_core.protocols import Launch
 from agl_core.types import Json
 from agl_core.wire import Assignment
 from agl_harnesses.sandbox import confined
-from agl_harnesses.workspace import Workspaces, WorkspaceSection, task_source
+from agl_harnesses.workspace import Workspaces, task_source
 
 _FOLDERS = {
     "HOME": "",
@@ -94,12 +93,10 @@ class ProgramHarness:
     """
 
     def __init__(self, program: Program, options: ProgramOptions | CommandOptions, config: RunConfig | None) -> None:
-        self._program, self._options, self._workspaces = program, options, None
+        self._program, self._options = program, options
         texts = (*program.command, *options.variables.values())
         self._prompts = program.reads_prompt or any("{prompt" in text for text in texts)
-        if config is not None:
-            section = WorkspaceSection.model_validate((config.model_extra or {}).get("workspace", {}))
-            self._workspaces = Workspaces(with_absolute_paths(section, config.folder), config.folder)
+        self._workspaces = None if config is None else Workspaces.of(config)
         path = shutil.which(program.command[0])
         self._reads = [] if path is None else list(_installation(Path(path)))
         if path is None:

@@ -25,6 +25,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from agl_core.config.models import RunConfig
+from agl_core.config.resolve import with_absolute_paths
 from agl_core.config.sections import Section
 from agl_core.errors import AgentError, AglError
 from agl_core.types import Json
@@ -127,6 +129,14 @@ class Workspaces:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         self._cache = cache / "agl" / "workspaces"
 
+    @classmethod
+    def of(cls, config: RunConfig | None) -> Workspaces:
+        """As the configuration's table says; without one, the defaults in the current folder."""
+        if config is None:
+            return cls(WorkspaceSection(), Path())
+        section = WorkspaceSection.model_validate((config.model_extra or {}).get("workspace", {}))
+        return cls(with_absolute_paths(section, config.folder), config.folder)
+
     def create(self, source: WorkspaceSource | None, folder: Path) -> Workspace:
         """A workspace at `folder`, which does not exist yet, from a task's source or else the table's; it blocks.
 
@@ -135,7 +145,7 @@ class Workspaces:
         pristine = self._pristine(source or self.section)
         folder.parent.mkdir(parents=True, exist_ok=True)
         _copy(pristine, folder)
-        return Workspace(folder, pristine, self.section.ignore)
+        return Workspace(folder, pristine, self.section)
 
     def _pristine(self, source: WorkspaceSource) -> Path:
         """The cached copy of the source with its setup done; the first to need it makes it."""
@@ -224,7 +234,7 @@ class Workspace:
 
     path: Path
     pristine: Path
-    ignore: Sequence[str] = ()
+    section: WorkspaceSection
 
     def diff(self) -> str:
         """The changes as a git patch, which `apply_patch` takes; it blocks. Nothing must write to the folder meanwhile.
@@ -239,7 +249,7 @@ class Workspace:
             raise AgentError(f"The workspace cannot be read: {error}") from error
 
     def _diff(self) -> str:
-        before, after = _files(self.pristine, self.ignore), _files(self.path, self.ignore)
+        before, after = (_files(root, self.section.ignore) for root in (self.pristine, self.path))
         changed = [
             name
             for name in sorted(before.keys() | after.keys())

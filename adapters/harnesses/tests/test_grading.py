@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agl_core.config.models import RunConfig, UntrainedConfig
 from agl_core.errors import ConfigError
 from agl_core.learning.rewards import ScoringRule, score
 from agl_core.types import Ending, Episode, Mode, Reward, Task
@@ -65,8 +66,12 @@ async def reward(project: Path, change: Change, tests: Any = TESTS, **settings: 
     return (await rewarded(project, episode(project, change, tests), **settings)).value
 
 
+def configured(project: Path) -> RunConfig:
+    return UntrainedConfig.model_validate({"config_version": 1, "folder": project})
+
+
 async def rewarded(project: Path, attempt: Episode, **settings: Any) -> Reward:
-    rule = grading.tests_pass(grading.TestsPassOptions(folder=project, **{"timeout": 250.0, **settings}))
+    rule = grading.tests_pass(grading.TestsPassOptions(**{"timeout": 250.0, **settings}), configured(project))
     scored, errors = await score(attempt, [ScoringRule("tests_pass", rule)], {})
     if errors:
         raise errors[0]
@@ -210,9 +215,11 @@ async def test_it_pays_for_no_other_way_to_make_tests_pass(project: Path, soluti
 
 async def test_an_endless_loop_ends_with_its_time(project: Path) -> None:
     endless = FIXED.replace("return a * b", "while True: pass")
-    rule = grading.TestsPassOptions(folder=project, timeout=2)
     attempt = episode(project, writes({"calc.py": endless}))
-    verdict = await grading.judge(attempt, grading.HiddenTests.model_validate(TESTS), rule)
+    tests = grading.HiddenTests.model_validate(TESTS)
+    verdict = await grading.judge(
+        attempt, tests, grading.TestsPassOptions(timeout=2), Workspaces.of(configured(project))
+    )
     assert not verdict.passed
     assert verdict.evidence.startswith("The tests took too long.")
 

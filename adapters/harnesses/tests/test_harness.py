@@ -71,7 +71,7 @@ async def test_a_program_solves_a_task_in_its_workspace(runner: str, tmp_path: P
     assert call.request["messages"] == [{"role": "user", "content": "Repair {key}: -total"}]
     assert "+    return sum(prices)" in attempt.result["diff"]
     episode = make.episode(result=attempt.result, task=rollout.task)
-    rule: Any = grading.tests_pass(grading.TestsPassOptions(workspace=tables["workspace"], folder=tmp_path))
+    rule: Any = grading.tests_pass(grading.TestsPassOptions(), config)
     [reward] = await rule(episode)
     assert reward.value == 1.0
 

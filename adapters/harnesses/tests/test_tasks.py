@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from agl_core.config.models import UntrainedConfig
 from agl_core.errors import ConfigError
 from agl_core.kinds import TASK_SOURCE
 from agl_core.plugins import Plugins
@@ -56,7 +57,8 @@ async def test_a_row_of_swe_is_solved_in_a_copy_of_its_commit(tmp_path: Path, mo
     task = tasks.task(0)
     assert (tasks.size, task.id, task.input["prompt"]) == (1, "owner__halves-1", "half(4) is 3.")
     workspaces = Workspaces(WorkspaceSection(), tmp_path)
-    rule: Any = grading.tests_pass(grading.TestsPassOptions(folder=tmp_path))
+    config = UntrainedConfig.model_validate({"config_version": 1, "folder": tmp_path})
+    rule: Any = grading.tests_pass(grading.TestsPassOptions(), config)
     rewards = []
     for name, code in (("unchanged", WRONG), ("fixed", RIGHT), ("other", "half = abs\n")):
         workspace = workspaces.create(task_source(task.input), tmp_path / name)

@@ -153,7 +153,7 @@ def test_a_patch_that_is_too_large_for_a_result_is_refused(root: Path) -> None:
         os.truncate(attempt.path / "build.o", size or len(content))
         with pytest.raises(AgentError, match=r"workspace\.ignore"):
             attempt.diff()
-    assert Workspace(attempt.path, attempt.pristine, ("*.o",)).diff() == ""
+    assert Workspace(attempt.path, attempt.pristine, WorkspaceSection(ignore=("*.o",))).diff() == ""
 
 
 def test_a_folder_that_cannot_be_read_is_an_error_of_the_attempt(root: Path) -> None:

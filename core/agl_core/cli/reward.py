@@ -75,7 +75,9 @@ def rules_of(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Scorin
             report.add((name, "rule"), "has no effect here. Name the rule as an argument.")
         elif table and options:
             modes = table.modes if "modes" in table.model_fields_set else tuple(Mode)
-            rules.append(ScoringRule(name, component.build(options), table.weight, frozenset(modes), table.time_limit))
+            rules.append(
+                ScoringRule(name, component.build(options, None), table.weight, frozenset(modes), table.time_limit)
+            )
     report.raise_if_any()
     return rules
 

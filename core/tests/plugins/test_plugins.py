@@ -86,7 +86,7 @@ def test_a_file_brings_its_rules_and_hooks_once_also_if_it_is_installed_too(tmp_
 
     assert (rule.origin, rule.summary) == (str(file), "1 if the answer is short.")
     episode = SimpleNamespace(result="abc")
-    assert [rule.build(rule.options(limit=limit))(episode) for limit in (2, 3)] == [0.0, 1.0]
+    assert [rule.build(rule.options(limit=limit), None)(episode) for limit in (2, 3)] == [0.0, 1.0]
     assert seen == [("default", 3)]
     assert plugins.component(kinds.CREDIT, "identical", "here").origin.startswith("agl-core ")
 
@@ -269,8 +269,8 @@ def test_settings_are_checked_against_their_annotations() -> None:
 
     assert (bounded(make.episode(), unit="words"), bounded.__doc__, rule.summary) == (200, *["Short answers."] * 2)
     assert rule.options.model_fields["limit"].description == "The longest answer."
-    assert rule.build(rule.options(unit="words"))(None) == 200
-    assert rule.build(rule.options(limit=3, unit="characters"))(None) == -3
+    assert rule.build(rule.options(unit="words"), None)(None) == 200
+    assert rule.build(rule.options(limit=3, unit="characters"), None)(None) == -3
     for wrong in ({}, {"limit": 0, "unit": "words"}, {"unit": "pages"}, {"limits": 3, "unit": "words"}):
         with pytest.raises(ValidationError):
             rule.options(**wrong)
@@ -311,7 +311,7 @@ class TestIsolatedRules:
 
         def rule(name: str, **settings: Any) -> Any:
             component = plugins.component(kinds.REWARD, name, "here")
-            return component.build(component.options(**settings))
+            return component.build(component.options(**settings), None)
 
         return rule
 

@@ -51,7 +51,7 @@ async def test_a_repair_earns_one_and_nothing_earns_nothing(
     tasks: dict[str, list[Task]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rule: Any = grading.tests_pass(grading.TestsPassOptions())
+    rule: Any = grading.tests_pass(grading.TestsPassOptions(), None)
     task = tasks["eval"][0]
     for code, expected in ((None, 0.0), (MODULES[module_of(task)][0], 1.0)):
         made = Workspaces(WorkspaceSection(), tmp_path).create(task_source(task.input), tmp_path / str(expected))

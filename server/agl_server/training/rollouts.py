@@ -123,7 +123,7 @@ async def recorded_episodes(
 def scoring_rules(loaded: LoadedConfig) -> list[ScoringRule]:
     """The reward rules of a run. Tasks that no rule scores get the reward that the agent itself reported."""
     rules = [
-        ScoringRule(name, chosen.build(), section.weight, frozenset(section.modes), section.time_limit)
+        ScoringRule(name, chosen.build(loaded.config), section.weight, frozenset(section.modes), section.time_limit)
         for name, chosen in loaded.rewards.items()
         for section in [loaded.config.rewards[name]]
     ]
