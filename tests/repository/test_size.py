@@ -23,7 +23,7 @@ BOUNDS = {
     "lines of the server": 13410,
     "lines of the largest room of both": 2895,
     "modules in a circle of imports": 0,
-    "lines of all Python": 108982,
+    "lines of all Python": 109009,
     "words of Markdown": 78560,
     "files that one call passes": 36,
     "settings": 197,

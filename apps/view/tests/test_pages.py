@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from agl_core.testing import episodes as make
 from agl_core.types import Attempt, Call, Ending, Mode, Reward, Rollout, Task, TrainingRecord
 from agl_view.serving import make_app
 
@@ -309,6 +310,32 @@ def test_calls_past_agl_and_undelivered_replies_stand_before_the_turn_that_count
     assert page.count("did not get") == 2
     assert "It is 42" in page
     assert "It made no call" not in page
+
+
+def test_a_sub_agents_turn_is_indented_and_the_evidence_of_a_reward_stands_below_it(runs: Folder) -> None:
+    asks = {"id": "t", "type": "function", "function": {"name": "ask", "arguments": '{"prompt": "What is 6?"}'}}
+    asked = make.choice(message={"role": "assistant", "content": None, "tool_calls": [asks]})
+    records = []
+    for record in rollout("s1-g0-m0", answer="6", reward=1.0):
+        match record:
+            case Call(sequence=0):
+                request = {**record.request, "tools": [{"type": "function", "function": {"name": "ask"}}]}
+                record = replace(record, agent=None, choices=(asked,), request=request)
+            case Call():
+                record = replace(record, agent=None, request={"messages": [{"role": "user", "content": "What is 6?"}]})
+            case Reward():
+                record = replace(record, evidence="<b>2</b> of 3\ntests passed.")
+        records.append(record)
+    runs.make("calc", *records)
+
+    page = runs.page("/runs/calc/rollouts/s1-g0-m0")
+
+    assert "Conversations: 1 main, 1 sub-agent" in page
+    turns = [tag["class"] for name, tag in Parsed(page).tags if name == "li" and "data-item" in tag]
+    assert [str(turn).split()[-1] for turn in turns] == ["depth0", "depth1"]
+    assert "sub-agent of turn 0, its turn 0" in page
+    assert "evidence of right" in page
+    assert "<pre>&lt;b&gt;2&lt;/b&gt; of 3\ntests passed.</pre>" in page
 
 
 NUMBERS = {"kind": "train", "restart": 0, "reward/mean": 0.5, "health/healthy": 6.0, "health/unhealthy": 2.0}
