@@ -61,7 +61,6 @@ class Trainer:
     saved_step: int = field(init=False)
     stops_without_data: ClassVar[bool] = True
     """Training ends with an error after two steps in a row with nothing to train on."""
-    _latest: StepGroups = field(default_factory=lambda: StepGroups([]), init=False)
     _hook_failures: int = field(default=0, init=False)
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
@@ -166,7 +165,7 @@ class Trainer:
         }
         raised = [*alarms_on(drawn.episodes, self.on_rollouts), *([failure] if failure else [])]
         alarms = self.watch.look(metrics, [*raised, *self.session.stall.take()])
-        state.step, self._latest = step, drawn
+        state.step = step
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
         self._count_memory(stats)
         self.log.write(step, "train", self.watch.steps[-1], alarms, self.stopped)
@@ -274,9 +273,7 @@ class Trainer:
         part = self.checkpoints.begin(self.state.step)
         await self.session.engine.save(part)
         self.saved_step = self.state.step
-        folder = await asyncio.to_thread(self.checkpoints.commit, part, self.state)
-        await asyncio.to_thread(self.log.keep, self.state.step, self._latest.episodes)
-        return folder
+        return await asyncio.to_thread(self.checkpoints.commit, part, self.state)
 
     def count_time(self) -> None:
         """Bring `state.seconds` up to now."""
