@@ -137,33 +137,6 @@ def sparkline(values: Sequence[float], title: str) -> Markup:
     return tag("svg", {"class": "spark", "viewBox": "0 0 120 28", "role": "img", "aria-label": label}, line + dot)
 
 
-def strip(values: Mapping[str, float], mean: float, std: float, mine: str | None) -> Markup:
-    """Values on one line with their mean and deviation; `mine` names the one that stands out."""
-    low, high = min([*values.values(), mean - std]), max([*values.values(), mean + std])
-    span = (high - low) or 1.0
-
-    def x(value: float) -> float:
-        return 14 + 332 * (value - low) / span
-
-    width = max(x(mean + std) - x(mean - std), 1)
-    parts = [
-        tag("rect", {"class": "band", "x": x(mean - std), "y": 12, "width": width, "height": 20, "rx": 3}),
-        tag("line", {"class": "axis", "x1": 14, "x2": 346, "y1": 22, "y2": 22}),
-        tag("line", {"class": "mean", "x1": x(mean), "x2": x(mean), "y1": 8, "y2": 36}),
-        text(x(mean), 48, f"mean {number(mean, 3)}", "middle"),
-    ]
-    alike: dict[float, int] = {}
-    for name, value in sorted(values.items(), key=lambda item: item[0] == mine):
-        place = alike[value] = alike.get(value, 0) + 1
-        circle = {"cx": x(value), "cy": 22 - 3 * min(place - 1, 5), "r": 6 if name == mine else 4}
-        title = tag("title", {}, f"{name}: {number(value, 4)}")
-        parts.append(tag("circle", {"class": "mine" if name == mine else "other", **circle}, title))
-    label = f"mean {number(mean, 4)}, deviation {number(std, 4)}, over {len(values)} rollouts"
-    return tag(
-        "svg", {"class": "strip", "viewBox": "0 0 360 54", "role": "img", "aria-label": label}, Markup("").join(parts)
-    )
-
-
 class Scale:
     """Coordinates of steps and values."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agl_view.charts import histogram, line_chart, sparkline, stacked, strip
+from agl_view.charts import histogram, line_chart, sparkline, stacked
 
 
 def drawn(chart: Any) -> ET.Element:
@@ -93,10 +93,3 @@ def test_names_are_text() -> None:
 
     root = drawn(line_chart(name, "", {name: [(1, 1.0), (2, 2.0)]}, lambda step: "/?a=1&b=\"'<>"))
     assert {e.tag for e in root.iter()} <= {"svg", "line", "text", "polyline", "circle", "a", "rect", "title"}
-
-
-def test_one_rollout_stands_out_among_its_group() -> None:
-    root = ET.fromstring(str(strip({"m0": 1.0, "m1": 0.0}, 0.5, 0.7, "m1")))
-
-    (mine,) = (circle for circle in root.findall("circle") if circle.attrib["class"] == "mine")
-    assert [e.text for e in mine] == ["m1: 0"]

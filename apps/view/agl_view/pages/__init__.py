@@ -22,7 +22,6 @@ from agl_core.types import Ending, Mode, ToolStatus, Verdict
 from agl_core.types.names import RolloutState
 from agl_server.health.verdict import MetricsLine, read_metrics, series
 from agl_server.reading.explained import (
-    GroupCredit,
     GroupReport,
     RolloutReport,
     Turn,
@@ -31,7 +30,6 @@ from agl_server.reading.explained import (
 )
 from agl_server.reading.rollouts import Query, read_page
 from agl_server.reading.runs import RunEntry, read_entry, state_mark
-from agl_view import charts
 from agl_view.groups import align, groups_on
 from agl_view.templating import make_environment, page_address
 
@@ -179,7 +177,7 @@ class Pages:
             low=min(rewards, default=0.0),
             high=max(rewards, default=0.0),
             most=_most_of_group(group),
-            strips=[(credit, _strip(credit, None)) for credit in group.credit],
+            credits=group.credit,
         )
 
     async def rollout(self, request: Request) -> Response:
@@ -195,7 +193,7 @@ class Pages:
             "rollout.html",
             entry=entry,
             attempts=[(a, [_with_earlier(turn) for turn in a.turns], a.terminal(entry.weights)) for a in attempts],
-            strips=[(c, _strip(c, entry.rollout.id)) for c in group.credit if entry.rollout.id in c.credit],
+            credits=[credit for credit in group.credit if entry.rollout.id in credit.credit],
             colours={agent: f"agent{number % 6}" for number, agent in enumerate(agents)},
             most=_most_of_group(group),
             before=ids[at - 1] if at > 0 else None,
@@ -271,11 +269,6 @@ def _token_texts(folder: Path, policy: str, ids: Iterable[int]) -> list[str] | N
         return [str(tokenizer.decode([id], skip_special_tokens=False)) for id in ids]
     except Exception:  # `tokenizers` is optional, and raises plain Exception for a file that it cannot read.
         return None
-
-
-def _strip(credit: GroupCredit, mine: str | None) -> Any:
-    values = {rollout: sum(credits) / len(credits) for rollout, credits in credit.credit.items()}
-    return charts.strip(values, credit.mean, credit.std, mine)
 
 
 def best_first(members: Sequence[RolloutReport]) -> list[RolloutReport]:
