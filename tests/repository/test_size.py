@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48381,
+    "lines of the product": 48159,
     "files of the product": 242,
-    "lines of the core": 14955,
-    "lines of the server": 13410,
-    "lines of the largest room of both": 2895,
+    "lines of the core": 14935,
+    "lines of the server": 13238,
+    "lines of the largest room of both": 2873,
     "modules in a circle of imports": 0,
-    "lines of all Python": 109009,
-    "words of Markdown": 78560,
+    "lines of all Python": 108702,
+    "words of Markdown": 78179,
     "files that one call passes": 36,
     "settings": 197,
 }
