@@ -1,10 +1,11 @@
-"""The advice of recorded rollouts on credit: is there contrast, do tools work where they succeed?"""
+"""The advice of recorded rollouts on credit: is there contrast, do states repeat, do tools work where they succeed?"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +30,10 @@ class CreditFacts:
     successes: int
     contrast: float
     """The share of groups whose terminal rewards differ."""
+    prompts: float
+    """The share of calls, first ones aside, whose prompt's token ids another rollout of the group met too."""
+    states: float
+    """The same of the state that the agent names (`agl_core.state`)."""
     tools: Mapping[str, tuple[Sequence[bool], Sequence[bool]]]
     """For each call of a tool whether it worked, in successful rollouts and in others."""
 
@@ -52,6 +57,7 @@ class CreditFacts:
 
     def lines(self) -> Iterator[str]:
         yield f"{self.successes} of {self.rollouts} rollouts succeed, and {self.contrast:.0%} of their groups differ"
+        yield f"{self.prompts:.0%} of the calls after the first meet a prompt again, {self.states:.0%} a named state"
         for tool, flags in self.tools.items():
             won, others = (f"{fmean(worked):.0%}" if worked else "none" for worked in flags)
             yield f"calls of {tool} that work: {won} in successful rollouts, {others} in others"
@@ -64,6 +70,19 @@ class _Played:
     reward: float
     works: Sequence[tuple[str, bool]]
     """The tool of each tool result, and whether it worked, as credit `air` counts."""
+    prompts: Sequence[int | None]
+    states: Sequence[str | None]
+    """By call; None if it is not known."""
+
+    @classmethod
+    def of(cls, recorded: RecordedRollout, reward: float) -> _Played:
+        transitions = episode_of(recorded).transitions
+        return cls(
+            reward,
+            [(result.tool, result.status is ToolStatus.OK) for t in transitions for result in t.tool_results],
+            [None if t.prompt_ids is None else hash(t.prompt_ids.tobytes()) for t in transitions],
+            [json.dumps([t.agent, t.state], sort_keys=True) if t.state else None for t in transitions],
+        )
 
 
 def read_credit(folder: Path) -> CreditFacts | None:
@@ -72,7 +91,7 @@ def read_credit(folder: Path) -> CreditFacts | None:
     is_recorded = is_capture(folder)  # Its rollouts are of no training, and those of a task are compared.
     newest = [rollout for rollout in run.rollouts if is_recorded or rollout.mode.trains][-LATEST:]
     played = {
-        r.rollout.id: _Played(r.terminal, _works(r))
+        r.rollout.id: _Played.of(r, r.terminal)
         for start in range(0, len(newest), READ_TOGETHER)
         for r in asyncio.run(run.read(newest[start : start + READ_TOGETHER]))
         if r.terminal is not None
@@ -80,11 +99,6 @@ def read_credit(folder: Path) -> CreditFacts | None:
     groups = [[played[r.id] for r in group if r.id in played] for group in groups_of(newest)]
     groups = [group for group in groups if len(group) > 1]
     return _facts(groups) if groups else None
-
-
-def _works(recorded: RecordedRollout) -> list[tuple[str, bool]]:
-    results = (result for t in episode_of(recorded).transitions for result in t.tool_results)
-    return [(result.tool, result.status is ToolStatus.OK) for result in results]
 
 
 def _facts(groups: Sequence[Sequence[_Played]]) -> CreditFacts:
@@ -99,5 +113,16 @@ def _facts(groups: Sequence[Sequence[_Played]]) -> CreditFacts:
         rollouts=len(rollouts),
         successes=sum(reward > middle for reward in rewards),
         contrast=fmean(not are_equal(rollout.reward for rollout in group) for group in groups),
+        prompts=_repeated([[rollout.prompts for rollout in group] for group in groups]),
+        states=_repeated([[rollout.states for rollout in group] for group in groups]),
         tools=dict(sorted(works.items())),
     )
+
+
+def _repeated(groups: Iterable[Sequence[Sequence[Hashable]]]) -> float:
+    """The share of calls after the first whose state another rollout of the group met too."""
+    met = list[bool]()
+    for group in groups:
+        rollouts = Counter(state for states in group for state in {*states} - {None})
+        met += [rollouts[state] > 1 for states in group for state in states[1:]]
+    return fmean(met) if met else 0.0

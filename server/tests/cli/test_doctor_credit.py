@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,10 +19,13 @@ OK, ERROR, EMPTY = ToolStatus.OK, ToolStatus.ERROR, ToolStatus.EMPTY
 
 @dataclass(frozen=True)
 class Played:
-    """A rollout: its reward, and the status of the tool `look` in each call."""
+    """A rollout: its reward, the status of the tool `look` in each call, and what the calls meet."""
 
     reward: float | None
     statuses: Sequence[ToolStatus | None] = ()
+    prompts: Sequence[int] | None = None
+    """By call; without them all prompts differ."""
+    rooms: Sequence[str] = ()
 
     def records(self, run: RecordedRun, step: int, member: str, **changes: Any) -> Iterable[Record]:
         done: dict[str, Any] = {"state": RolloutState.DONE, "counted_attempt": 0, "ending": Ending.FINISHED}
@@ -33,8 +36,10 @@ class Played:
         for n, status in enumerate(self.statuses):
             function = {"name": "look", "arguments": "{}"}
             asks = [{"id": f"{rollout.id}-t{n}", "type": "function", "function": function}]
+            prompt = [self.prompts[n]] if self.prompts else [step, int(member[1:]), n]
+            state = {"room": self.rooms[n]} if self.rooms else None
             message = {"role": "assistant", "content": None, **({"tool_calls": asks} if status else {})}
-            yield call(rollout.id, n, message, [step, int(member[1:]), n])
+            yield replace(call(rollout.id, n, message, prompt), state=state)
             if status:
                 yield ToolResult(f"{rollout.id}-o{n}", rollout.id, 0, "look", status, f"{rollout.id}-t{n}")
 
@@ -105,13 +110,37 @@ def test_a_few_calls_of_a_tool_speak_for_nothing(empty: RecordedRun) -> None:
     assert said(empty)["advice"] == "credit 'identical': nothing that was recorded speaks for another rule"
 
 
+MEET = "% of the calls after the first meet a prompt again, "
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rooms", "seen"),
+    [
+        ([[1, 2, 3], [1, 3, 2]], "", f"100{MEET}0% a named state"),
+        ([[1, 2, 3], [1, 2, 4]], "", f"50{MEET}0%"),
+        ([[1, 2, 3, 3, 3], [1, 2, 4]], "", f"33{MEET}0%"),  # It met itself again.
+        (None, ["hall", "loft"], f"0{MEET}0%"),  # The first call tells nothing.
+        (None, ["hall den", "loft den"], f"0{MEET}100%"),
+    ],
+)
+def test_prompts_and_states_that_others_of_the_group_meet_are_counted(
+    empty: RecordedRun, prompts: Any, rooms: Any, seen: str
+) -> None:
+    met = prompts or [walked.split() for walked in rooms]
+    fields = "prompts" if prompts else "rooms"
+    record(empty, [Played(float(n), [None] * len(of_one), **{fields: of_one}) for n, of_one in enumerate(met)])
+    assert seen in said(empty)["credit"]
+    assert said(empty)["advice"] == "credit 'identical': nothing that was recorded speaks for another rule"
+
+
 @pytest.mark.parametrize(
     ("reward", "successes", "works"), [(0.0, 0, "none in successful rollouts, 100%"), (1.0, 2, "100% in successful")]
 )
 def test_rewards_that_are_all_equal(empty: RecordedRun, reward: float, successes: int, works: str) -> None:
-    record(empty, [Played(reward, [OK, OK])] * 2)
+    record(empty, [Played(reward, [OK, OK], [1, 2])] * 2)
     seen = said(empty)["credit"]
     assert seen.startswith(f"{successes} of 2 rollouts succeed, and 0% of their groups differ; ")
+    assert f"100{MEET}" in seen
     assert f"calls of look that work: {works}" in seen
 
 
