@@ -129,6 +129,17 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class KeepingTracker(Tracker, Protocol):
+    """A tracker that also keeps rollouts."""
+
+    def keep(self, step: int, best: Sequence[Mapping[str, Json]]) -> None:
+        """A checkpoint was made after a step, whose `best` rollouts these are, the best first.
+
+        Each has `rollout`, `reward`, `ending`, `task` and `result`.
+        """
+
+
 class Adapter(Protocol):
     """Reports who made a call and what the tools did, for one agent framework."""
 

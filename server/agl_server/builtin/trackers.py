@@ -1,4 +1,4 @@
-"""The trackers "mlflow" and "wandb" (Weights & Biases): metrics and configuration.
+"""The trackers "mlflow" and "wandb" (Weights & Biases): metrics, configuration and the best rollouts.
 
 Each is behind an extra of agl-server. A resumed run goes on with the same run there.
 """
@@ -6,13 +6,14 @@ Each is behind an extra of agl-server. A resumed run goes on with the same run t
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import time
 import tomllib
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from agl_core import private
 from agl_core.config.load import CONFIG_FILE
 from agl_core.errors import PluginError
 from agl_core.kinds import NoOptions
+from agl_core.types import Json
 
 _STRANGE = re.compile(r"[^\w\-. :/]")
 
@@ -93,6 +95,13 @@ class MlflowTracker(LazyTracker):
         (client, id), now = opened, int(time.time() * 1000)
         client.log_batch(id, [Metric(_named(key), value, now, step) for key, value in metrics.items()])
 
+    def keep(self, step: int, best: Sequence[Mapping[str, Json]]) -> None:
+        """A table of rollouts."""
+        if (opened := self.open()) is not None:
+            client, id = opened
+            table = {"columns": list(best[0]), "data": [list(rollout.values()) for rollout in best]}
+            client.log_dict(id, table, f"best_rollouts/step-{step:06d}.json")
+
     def close(self) -> None:
         if self.opened is not None:
             client, id = self.opened
@@ -147,6 +156,18 @@ class WandbTracker(LazyTracker):
         if (run := self.open()) is not None:
             run.log({**metrics, "step": step})
 
+    def keep(self, step: int, best: Sequence[Mapping[str, Json]]) -> None:
+        """A table of rollouts."""
+        import wandb
+
+        if (run := self.open()) is not None:
+            rows = [[_cell(value) for value in rollout.values()] for rollout in best]
+            run.log({"best_rollouts": wandb.Table(columns=list(best[0]), data=rows), "step": step})
+
     def close(self) -> None:
         if self.opened is not None:
             self.opened.finish()
+
+
+def _cell(value: Json) -> Any:
+    return value if isinstance(value, str | int | float | None) else json.dumps(value, ensure_ascii=False)

@@ -61,6 +61,7 @@ class Trainer:
     saved_step: int = field(init=False)
     stops_without_data: ClassVar[bool] = True
     """Training ends with an error after two steps in a row with nothing to train on."""
+    _latest: StepGroups = field(default_factory=lambda: StepGroups([]), init=False)
     _hook_failures: int = field(default=0, init=False)
     """The failures of lifecycle hooks that metrics have."""
     _resumed: float = field(default_factory=time.monotonic, init=False)
@@ -165,7 +166,7 @@ class Trainer:
         }
         raised = [*alarms_on(drawn.episodes, self.on_rollouts), *([failure] if failure else [])]
         alarms = self.watch.look(metrics, [*raised, *self.session.stall.take()])
-        state.step = step
+        state.step, self._latest = step, drawn
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
         self._count_memory(stats)
         self.log.write(step, "train", self.watch.steps[-1], alarms, self.stopped)
@@ -273,7 +274,9 @@ class Trainer:
         part = self.checkpoints.begin(self.state.step)
         await self.session.engine.save(part)
         self.saved_step = self.state.step
-        return await asyncio.to_thread(self.checkpoints.commit, part, self.state)
+        folder = await asyncio.to_thread(self.checkpoints.commit, part, self.state)
+        await asyncio.to_thread(self.log.keep, self.state.step, self._latest.episodes)
+        return folder
 
     def count_time(self) -> None:
         """Bring `state.seconds` up to now."""

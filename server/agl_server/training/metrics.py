@@ -16,7 +16,9 @@ import orjson
 
 from agl_core import private
 from agl_core.errors import CheckpointError, last_frames
-from agl_core.protocols import Tracker
+from agl_core.protocols import KeepingTracker, Tracker
+from agl_core.types import Episode, scored_return
+from agl_core.types.forms import jsonable
 from agl_server.health.certificate import Proof
 from agl_server.health.rollouts import mean
 from agl_server.health.table import Alarm
@@ -35,6 +37,8 @@ from agl_server.training.checkpoints import RunState, model_links
 
 logger = logging.getLogger(__name__)
 
+BEST = 10
+"""Rollouts of a step that trackers keep."""
 SUMMARY_FILE = "summary.json"
 
 Advance: TypeAlias = Callable[[float, str], None]
@@ -146,6 +150,24 @@ class MetricsLog:
         for name, tracker in self._trackers.items():
             with self._reported(name):
                 tracker.log(step, tracked)
+
+    def keep(self, step: int, episodes: Sequence[Episode]) -> None:
+        """Give the best of the step's rollouts to the trackers that keep them."""
+        best = sorted(episodes, key=lambda episode: -(scored_return(episode) or 0.0))[:BEST]
+        rows = [
+            {
+                "rollout": episode.rollout,
+                "reward": scored_return(episode),
+                "ending": episode.ending.value,
+                "task": jsonable(episode.task.input),
+                "result": jsonable(episode.result),
+            }
+            for episode in best
+        ]
+        for name, tracker in self._trackers.items():
+            if isinstance(tracker, KeepingTracker) and rows:
+                with self._reported(name):
+                    tracker.keep(step, rows)
 
     def close(self) -> None:
         for name, tracker in self._trackers.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import tomli_w
 
 from agl_core.errors import PluginError
 from agl_core.kinds import NoOptions
+from agl_core.testing import episodes as make
 from agl_server.builtin.trackers import MlflowTracker, WandbTracker
 from agl_server.training.metrics import MetricsLog
 
@@ -41,10 +43,12 @@ def log_two_steps(run_dir: Path, trackers: dict[str, Any], first: int = 1) -> No
     log.write(first, "train", {"reward/mean": 0.25, "reward/100%": 1.0})
     log.write(first + 1, "train", {"reward/mean": 0.5})
     log.write(first + 1, "eval", {"eval/greedy/reward/mean": 0.75})
+    episodes = [make.episode(rollout=f"r{n}", terminal=float(n), result={"said": n}) for n in range(12)]
+    log.keep(first + 1, episodes)
     log.close()
 
 
-def check_mlflow(uri: str, run_id: str, steps: list[int]) -> None:
+def check_mlflow(uri: str, run_id: str, steps: list[int], downloaded: Path) -> None:
     """Compare what was logged, as MLflow's own client reads it."""
     from mlflow import MlflowClient
 
@@ -55,13 +59,18 @@ def check_mlflow(uri: str, run_id: str, steps: list[int]) -> None:
     assert run.data.params["train.steps"] == "4"
     assert run.data.metrics["eval/greedy/reward/mean"] == 0.75
     assert run.info.status == "FINISHED"
+    best = client.download_artifacts(run_id, "best_rollouts/step-000002.json", str(downloaded))
+    table = json.loads(Path(best).read_text())
+    assert table["columns"] == ["rollout", "reward", "ending", "task", "result"]
+    assert [row[0] for row in table["data"]] == [f"r{n}" for n in range(11, 1, -1)]
 
 
-def test_mlflow_in_a_file_and_a_resumed_run_goes_on(run_dir: Path) -> None:
+def test_mlflow_in_a_file_and_a_resumed_run_goes_on(run_dir: Path, tmp_path: Path) -> None:
     log_two_steps(run_dir, {"mlflow": MlflowTracker(NoOptions(), run_dir)})
     log_two_steps(run_dir, {"mlflow": MlflowTracker(NoOptions(), run_dir)}, first=3)
+    (tmp_path / "got").mkdir()
     run_id = (run_dir / "mlflow-run").read_text()
-    check_mlflow(f"sqlite:///{run_dir / 'mlflow.db'}", run_id, [1, 2, 3, 4])
+    check_mlflow(f"sqlite:///{run_dir / 'mlflow.db'}", run_id, [1, 2, 3, 4], tmp_path / "got")
 
 
 def test_wandb_offline_and_a_resumed_run_goes_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +82,7 @@ def test_wandb_offline_and_a_resumed_run_goes_on(run_dir: Path, monkeypatch: pyt
     files = sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
     assert b"train/reward/mean" in files[0].read_bytes()
+    assert b"best_rollouts" in files[0].read_bytes()
 
 
 @pytest.mark.parametrize("which", ["wandb", "mlflow"])
