@@ -1,7 +1,7 @@
 """The protocol between a Lightning Server and its workers: the requests below /agl/v1, and the keys that they need.
 
-Each request is described once, as an `Operation`, of which the server's routes and the clients are made. A source of
-rollouts may bring others.
+Each request is described once, as an `Operation`, of which the server's routes, its OpenAPI document and the clients
+are made. A source of rollouts may bring others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -78,6 +78,9 @@ class Operation(Generic[Asked, Answer]):
     @property
     def has_body(self) -> bool:
         return self.body is not Empty
+
+
+AnyOperation: TypeAlias = Operation[Any, Any]
 
 
 class LeaseRequest(Body):

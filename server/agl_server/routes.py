@@ -1,21 +1,22 @@
-"""The server's routes: model calls, operations of workers, lists of models, requests passed on without a record, and
-the answer at other paths.
+"""The server's routes: model calls, operations of workers, lists of models, requests passed on without a record, the
+OpenAPI document, and the answer at other paths.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
 import orjson
 from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agl_core.apis.dialect import ChatCompletions, Completions, Dialect
@@ -31,6 +32,7 @@ from agl_core.wire import (
     LEASE,
     Activity,
     Answer,
+    AnyOperation,
     Asked,
     Empty,
     Operation,
@@ -164,6 +166,14 @@ def worker_routes(keys: Keys, queue: RolloutQueue, activity: Callable[[], Activi
     ]
 
 
+class OperationRoute(Route):
+    """An operation's route, described in the OpenAPI document."""
+
+    def __init__(self, operation: AnyOperation, endpoint: Callable[[Request], Coroutine[Any, Any, Response]]) -> None:
+        super().__init__(operation.path, endpoint, methods=[operation.method])
+        self.operation = operation
+
+
 def route(
     operation: Operation[Asked, Answer], keys: Keys, answer: Callable[[Asked], Coroutine[Any, Any, Answer]]
 ) -> Route:
@@ -189,7 +199,7 @@ def route_of(
             return error_response(as_answer(error, request.url.path))
         return Response(reply.model_dump_json(), media_type="application/json")
 
-    return Route(operation.path, endpoint, methods=[operation.method])
+    return OperationRoute(operation, endpoint)
 
 
 async def _read(request: Request, operation: Operation[Asked, Any]) -> Asked:
@@ -294,7 +304,7 @@ async def unserved(request: Request, error: Exception) -> Response:
         status = 405
     message = (
         f"agl does not serve {request.method} {path}. There are POST {', '.join([*DIALECTS, *sorted(PASSED_ON)])}, and "
-        "GET /v1/models, also below an attempt's path. "
+        "GET /v1/models, also below an attempt's path; /openapi.json has the others. "
         "Does the base URL end in /v1, as OpenAI's clients want it, or without it, as Anthropic's does?"
     )
     if target is not None and target.route == TRACES and status == 404:
@@ -302,3 +312,38 @@ async def unserved(request: Request, error: Exception) -> Response:
     refused = ApiError(status, message, code="unknown_route")
     resembled = next((dialect for route, dialect in DIALECTS.items() if route in path), None)
     return error_response(refused, None if resembled is None else resembled.problem(refused))
+
+
+def document(routes: Iterable[BaseRoute], version: str) -> dict[str, Any]:
+    """OpenAPI 3.1 of the operations among these routes, without the model APIs."""
+    operations = [route.operation for route in routes if isinstance(route, OperationRoute)]
+    models = dict.fromkeys(model for operation in operations for model in (operation.body, operation.reply))
+    references, schemas = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+
+    def content(model: Any) -> dict[str, Any]:
+        return {"content": {"application/json": {"schema": dict(references[model, "validation"])}}}
+
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = {
+            "summary": ((operation.body if operation.has_body else operation.reply).__doc__ or "").partition("\n")[0],
+            "tags": [f"key: {operation.right}"],
+            "security": [{"key": []}],
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                for name in re.findall(r"\{(\w+)\}", operation.path)
+            ],
+            **({"requestBody": {"required": True, **content(operation.body)}} if operation.has_body else {}),
+            "responses": {
+                "200": {"description": "Done.", **content(operation.reply)},
+                "default": {"description": "An object `error`, whose message says what was wrong, and what to do."},
+            },
+        }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "agl Lightning Server", "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }

@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from itertools import islice
 
+import orjson
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from agl_core import hooks
 from agl_core.config.sections import GatewaySection, ServerSection
@@ -22,7 +27,7 @@ from agl_server.gateway.calls import Gateway
 from agl_server.http.keys import Keys
 from agl_server.http.listening import HttpServer, bind, url_of
 from agl_server.queue import RolloutQueue
-from agl_server.routes import ModelCalls, Passthrough, models_routes, unserved, worker_routes
+from agl_server.routes import ModelCalls, Passthrough, document, models_routes, unserved, worker_routes
 
 _LISTEN, _GATEWAY = ServerSection(), GatewaySection()
 _MAX_SHOWN = 100
@@ -173,12 +178,17 @@ class LightningServer:
         )
 
     def _app(self) -> Starlette:
+        async def openapi(request: Request) -> Response:
+            described = document(request.app.routes, version("agl-core"))
+            return Response(orjson.dumps(described), media_type="application/json")
+
         return Starlette(
             routes=[
                 *models_routes(self._gateway),
                 *self._plugins_routes,
                 *worker_routes(self.keys, self.queue, self.activity),
                 *self._source.routes,
+                Route("/openapi.json", openapi),
             ],
             exception_handlers={404: unserved, 405: unserved},
         )

@@ -168,6 +168,16 @@ async def test_each_key_opens_its_own_doors_only(stack: Stack, http: httpx.Async
         await stack.client(own, api_key=keys.operator).chat.completions.create(model="default", messages=HELLO)
 
 
+async def test_the_document_names_every_operation_and_body(stack: Stack, http: httpx.AsyncClient) -> None:
+    document = (await http.get(f"{stack.server.base_url}/openapi.json")).json()
+    for operation in (LEASE, HEARTBEAT, CLOSE, HEALTH):
+        described = document["paths"][operation.path][operation.method.lower()]
+        schema = described["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
+        assert schema.rpartition("/")[2] == operation.reply.__name__
+        assert ("requestBody" in described) is operation.has_body
+        assert operation.reply.__name__ in document["components"]["schemas"]
+
+
 # Who may do what: the workers' key, each attempt's own key, and where the server may listen.
 
 
