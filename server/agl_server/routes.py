@@ -13,6 +13,7 @@ import httpx
 import orjson
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -75,6 +76,7 @@ _PATH = re.compile(
 MODELS = "/v1/models"
 TRACES = "/v1/traces"
 """A plugin's route, to which agents export spans."""
+_RESPONSES = "/v1/responses/"
 _BARE = frozenset({*DIALECTS, *PASSED_ON, MODELS, TRACES})
 """Routes also served without /v1."""
 
@@ -109,10 +111,33 @@ def find_route(path: str) -> ModelRoute | None:
     if match is None:
         return None
     route = f"/v1{match['route']}"
-    if not match["base"] and route not in _BARE and not route.startswith(f"{MODELS}/"):
+    if not match["base"] and route not in _BARE and not route.startswith((f"{MODELS}/", _RESPONSES)):
         return None
     named = {name: match[name] for name in ("rollout", "attempt", "deployment") if match[name] is not None}
     return ModelRoute(route, named)
+
+
+class CallHeaders(Headers):
+    """Headers of a model call by name in lower case: a dozen are looked up, and most are absent."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(raw=scope["headers"])
+        self._first = dict(reversed(scope["headers"]))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._first.get(key.encode())
+        return default if value is None else value.decode("latin-1")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.encode() in self._first
+
+
+class CallRequest(Request):
+    """Its headers are `CallHeaders`."""
+
+    def __init__(self, scope: Scope, receive: Receive, target: ModelRoute) -> None:
+        super().__init__({**scope, "path_params": target.parameters}, receive)
+        self._headers = CallHeaders(scope)
 
 
 class ModelCalls:
@@ -135,13 +160,15 @@ class ModelCalls:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         response, target = self._app, find_route(scope["path"])
         if target is not None:
-            route, method = target.route, scope["method"]
-            request = Request({**scope, "path_params": target.parameters}, receive)
+            route, method, request = target.route, scope["method"], CallRequest(scope, receive, target)
             if method == "POST" and route in DIALECTS:
                 await self._gateway.answer(request, send, DIALECTS[route])
                 return
             if method == "POST" and route in PASSED_ON:
                 response = await self._passthrough.answer(request, route)
+            elif method in ("GET", "DELETE") and re.fullmatch(f"{_RESPONSES}[^/]*", route):
+                reply_id = route.removeprefix(_RESPONSES)
+                response = await self._gateway.kept(request, DIALECTS["/v1/responses"], reply_id)
             scope = {**scope, "path": route, "path_params": target.parameters}
         await response(scope, receive, send)
 
@@ -304,7 +331,7 @@ async def unserved(request: Request, error: Exception) -> Response:
         status = 405
     message = (
         f"agl does not serve {request.method} {path}. There are POST {', '.join([*DIALECTS, *sorted(PASSED_ON)])}, and "
-        "GET /v1/models, also below an attempt's path; /openapi.json has the others. "
+        "GET /v1/models and /v1/responses/ID, also below an attempt's path; /openapi.json has the others. "
         "Does the base URL end in /v1, as OpenAI's clients want it, or without it, as Anthropic's does?"
     )
     if target is not None and target.route == TRACES and status == 404:

@@ -68,6 +68,8 @@ class ClientExchange:
     """The upstream's own messages, one per choice, as a chat request repeats them."""
     conversation: Sequence[Message] | None = None
     """All messages up to and with the reply, if a later request may continue it."""
+    request: Any = None
+    """The `ModelRequest`, if the client may fetch the response again."""
     size: int = 0
     keys: list[tuple[str, Any]] = field(default_factory=list)
     """Index keys; none once it is forgotten."""

@@ -18,14 +18,14 @@ from typing import Any
 from urllib.parse import unquote
 
 import orjson
-from msgspec import Struct
+from msgspec import Struct, structs
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from agl_core.apis.answered import Budget, ClientExchange, retry_count
-from agl_core.apis.dialect import Dialect, ModelRequest
+from agl_core.apis.answered import NOT_KEPT, Budget, ClientExchange, retry_count
+from agl_core.apis.dialect import Dialect, ModelRequest, unsupported
 from agl_core.apis.errors import ApiError, as_answer, attempt_closed, stopping, store_failed
 from agl_core.apis.reply import Reply, read_reply
 from agl_core.apis.streamed import Delta, StreamedCompletion
@@ -146,6 +146,7 @@ class Gateway:
                 reply = await self._reply(call, exchange, live)
                 if dialect.echoes:
                     attempt.answered.remember(exchange, reply, parsed.conversation, len(raw))
+                exchange.request = parsed if exchange.conversation is not None else None
                 self._budget.update(attempt.answered)
                 self._log(dialect, parsed.notes(reply.raw.ignored))
                 if live.has_begun:
@@ -169,6 +170,24 @@ class Gateway:
         arrived = reachable and await connection.has_left()
         if attempt is not None and exchange is not None:
             await self._delivered(attempt, exchange, arrived)
+
+    async def kept(self, request: Request, dialect: Dialect, reply_id: str) -> Response:
+        """Repeat a kept response (GET), or remove it (DELETE); echoes of it are still recognised."""
+        try:
+            exchange = (await self.attribution.open(request)).answered.of_reply(reply_id)
+            if exchange is None or exchange.kept is None or exchange.request is None:
+                raise ApiError(404, f"Response with id {reply_id!r} not found. {NOT_KEPT}", code="response_not_found")
+            if request.method == "DELETE":
+                exchange.conversation = exchange.request = None
+                return json_response({"id": reply_id, "object": "response", "deleted": True})
+            for name in ("include", "include[]", "starting_after"):
+                if name in request.query_params:
+                    raise unsupported(name, "is not served where a response is fetched")
+            stream = request.query_params.get("stream") == "true"
+            return _response(dialect, structs.replace(exchange.request, stream=stream), exchange.kept.read())
+        except Exception as error:
+            failure = as_answer(error, request.url.path)
+            return error_response(failure, dialect.problem(failure))
 
     def _log(self, dialect: Dialect, notes: Mapping[str, str]) -> None:
         """Log once each field that was ignored."""

@@ -234,6 +234,35 @@ async def test_reasoning_without_its_text_is_the_replys_own_or_left_out(stack: S
     assert raw.headers[HEADER_IGNORED] == "input.reasoning"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_response_can_be_fetched_until_it_is_deleted(stack: Stack, client: AsyncOpenAI, streamed: bool) -> None:
+    request: dict[str, Any] = {"model": "m", "input": [user()], "instructions": "Be brief."}
+    response = await ask(client, streamed, **request)
+    assert await client.responses.retrieve(response.id) == response
+    events: list[Any] = [event async for event in await client.responses.retrieve(response.id, stream=True)]
+    assert (events[0].type, events[-1].response) == ("response.created", response)
+    with pytest.raises(openai.BadRequestError, match="starting_after"):
+        await client.responses.retrieve(response.id, stream=True, starting_after=3)
+    with pytest.raises(openai.NotFoundError, match="does not serve GET"):
+        await client.responses.input_items.list(response.id)
+    echo: Any = [user(), *response.output, user()]
+    await client.responses.delete(response.id)
+    for asking in (client.responses.retrieve(response.id), client.responses.delete(response.id)):
+        with pytest.raises(openai.NotFoundError, match="agl keeps the last") as raised:
+            await asking
+        assert raised.value.code == "response_not_found"
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.create(model="m", input="y", previous_response_id=response.id)
+    await client.responses.create(model="m", input=echo)
+    unstored = await client.responses.create(**request, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(unstored.id)
+    other = stack.client(await stack.lease())
+    stored = await client.responses.create(**request)
+    with pytest.raises(openai.NotFoundError):
+        await other.responses.retrieve(stored.id)
+
+
 async def test_tokens_are_counted_and_not_recorded(stack: Stack, key: AttemptKey) -> None:
     client, anthropics = stack.client(key), client_of(stack, key)
     tools: list[Any] = [{"type": "function", "name": "f", "parameters": {}, "strict": True}]
