@@ -13,7 +13,6 @@ import httpx
 import orjson
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -117,29 +116,6 @@ def find_route(path: str) -> ModelRoute | None:
     return ModelRoute(route, named)
 
 
-class CallHeaders(Headers):
-    """Headers of a model call by name in lower case: a dozen are looked up, and most are absent."""
-
-    def __init__(self, scope: Scope) -> None:
-        super().__init__(raw=scope["headers"])
-        self._first = dict(reversed(scope["headers"]))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self._first.get(key.encode())
-        return default if value is None else value.decode("latin-1")
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and key.encode() in self._first
-
-
-class CallRequest(Request):
-    """Its headers are `CallHeaders`."""
-
-    def __init__(self, scope: Scope, receive: Receive, target: ModelRoute) -> None:
-        super().__init__({**scope, "path_params": target.parameters}, receive)
-        self._headers = CallHeaders(scope)
-
-
 class ModelCalls:
     """Answers requests to the routes of model APIs, alone or below an attempt's path; `app` answers the rest.
 
@@ -160,7 +136,8 @@ class ModelCalls:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         response, target = self._app, find_route(scope["path"])
         if target is not None:
-            route, method, request = target.route, scope["method"], CallRequest(scope, receive, target)
+            route, method = target.route, scope["method"]
+            request = Request({**scope, "path_params": target.parameters}, receive)
             if method == "POST" and route in DIALECTS:
                 await self._gateway.answer(request, send, DIALECTS[route])
                 return
