@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48347,
+    "lines of the product": 48324,
     "files of the product": 242,
     "lines of the core": 14951,
-    "lines of the server": 13410,
+    "lines of the server": 13387,
     "lines of the largest room of both": 2875,
     "modules in a circle of imports": 0,
-    "lines of all Python": 108968,
+    "lines of all Python": 108945,
     "words of Markdown": 78221,
     "files that one call passes": 36,
     "settings": 197,
