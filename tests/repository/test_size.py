@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48324,
-    "files of the product": 242,
+    "lines of the product": 48677,
+    "files of the product": 243,
     "lines of the core": 14951,
     "lines of the server": 13387,
     "lines of the largest room of both": 2875,
     "modules in a circle of imports": 0,
-    "lines of all Python": 108945,
-    "words of Markdown": 78221,
+    "lines of all Python": 109500,
+    "words of Markdown": 78579,
     "files that one call passes": 36,
-    "settings": 197,
+    "settings": 200,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""

@@ -17,11 +17,11 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 from xml.etree import ElementTree
 
@@ -150,39 +150,57 @@ def tests_pass(options: TestsPassOptions, config: RunConfig | None) -> RewardRul
 
 async def judge(episode: Episode, tests: HiddenTests, options: TestsPassOptions, workspaces: Workspaces) -> Verdict:
     """The outcome of a task's tests on the episode's patch."""
+    files = {id.partition("::")[0] for id in (*tests.fail_to_pass, *tests.pass_to_pass)}
+
+    def is_protected(path: str) -> bool:
+        return path in files or is_matched(path, PROTECTED)
+
+    try:
+        async with patched_workspace(episode, workspaces, is_protected) as (workspace, home):
+            return await _run_tests(tests, sorted(files), workspace, home, options)
+    except PatchError as error:
+        return Verdict(frozenset(), f"The patch cannot be applied: {error}")
+
+
+@contextlib.asynccontextmanager
+async def patched_workspace(
+    episode: Episode, workspaces: Workspaces, is_protected: Callable[[str], bool]
+) -> AsyncIterator[tuple[Workspace, Path]]:
+    """A fresh workspace of the episode's task with the attempt's patch, and an empty home beside it.
+
+    Changes of protected paths are left out. PatchError if there is no patch, or it does not fit.
+    """
     task, diff = episode.task, _diff(episode)
     own = task_source({**task.metadata}, f"Task '{task.id}', its metadata")
     source = own or task_source(task.input, f"Task '{task.id}', its input")
     if diff is None:
-        return Verdict(frozenset(), "The attempt's result has no diff, as that of a harness has.")
+        raise PatchError("the attempt's result has no diff, as that of a harness has")
     turns = _AT_ONCE.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(max(2, os.cpu_count() or 1)))
     async with turns:
         with TemporaryDirectory(prefix="agl-", ignore_cleanup_errors=True) as folder:
             home = Path(folder) / "home"
             home.mkdir()
             workspace = await asyncio.to_thread(workspaces.create, source, Path(folder) / "work")
-            return await _run_tests(tests, diff, workspace, home, options)
+            excluded = [path for path in await asyncio.to_thread(patched_paths, diff) if is_protected(path)]
+            await asyncio.to_thread(apply_patch, diff, workspace.path, excluded)
+            yield workspace, home
 
 
 async def _run_tests(
-    tests: HiddenTests, diff: str, workspace: Workspace, home: Path, options: TestsPassOptions
+    tests: HiddenTests, files: Sequence[str], workspace: Workspace, home: Path, options: TestsPassOptions
 ) -> Verdict:
-    """Apply the patch to the fresh workspace, put the tests over it, and run them there."""
+    """Put the tests over the patched workspace, and run them there."""
     root, controls = workspace.path, set[str]()
-    try:
-        await asyncio.to_thread(_prepare, tests, diff, root)
-    except PatchError as error:
-        return Verdict(frozenset(), f"The patch cannot be applied: {error}")
+    await asyncio.to_thread(_place_tests, tests, root)
     report = home / f"{secrets.token_hex(8)}.xml"
     if tests.command:
         command = [part.replace("{junit}", str(report)) for part in tests.command]
     else:
         if options.python is None and importlib.util.find_spec("pytest") is None:
             raise ConfigError("tests_pass needs pytest: install it beside agl, or name a `python` that has it.")
-        files = sorted({id.partition("::")[0] for id in (*tests.fail_to_pass, *tests.pass_to_pass)})
         for file in files:
             controls |= await asyncio.to_thread(_add_controls, root, file)
-        program = sys.executable if options.python is None else str(root / options.python)
+        program = sys.executable if options.python is None else f"{workspace.mount}/{options.python}"
         command = [
             program,
             "-I",
@@ -190,11 +208,13 @@ async def _run_tests(
             "-c",
             _PYTEST,
             *_PYTEST_OPTIONS,
-            f"--rootdir={root}",
+            f"--rootdir={workspace.mount}",
             f"--junitxml={report}",
             *files,
         ]
-    status, output = await _run(command, workspace, home, options)
+    # Plugins of agl's own environment are no part of a task.
+    variables = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} if options.python is None else {}
+    status, output = await run_confined(command, workspace, home, options.timeout, variables)
     return await asyncio.to_thread(_verdict, tests, controls, status, report, output)
 
 
@@ -216,11 +236,8 @@ def _diff(episode: Episode) -> str | None:
     return diff if isinstance(diff, str) else None
 
 
-def _prepare(tests: HiddenTests, diff: str, root: Path) -> None:
-    """The patch but for what is protected, then the hidden files, which replace whatever is in their place."""
-    ids = {id.partition("::")[0] for id in (*tests.fail_to_pass, *tests.pass_to_pass)}
-    excluded = [path for path in patched_paths(diff) if path in ids or is_matched(path, PROTECTED)]
-    apply_patch(diff, root, excluded)
+def _place_tests(tests: HiddenTests, root: Path) -> None:
+    """The hidden files, which replace whatever is in their place."""
     apply_patch(tests.patch, root)
     files = dict[str, bytes]()
     if tests.folder is not None:
@@ -267,14 +284,22 @@ def _reported(id: str) -> str:
     return ".".join([re.sub(r"\.py$", "", file).replace("/", "."), *names]) + bracket + parameters
 
 
-async def _run(
-    command: Sequence[str], workspace: Workspace, home: Path, options: TestsPassOptions
+async def run_confined(
+    command: Sequence[str], workspace: Workspace, home: Path, timeout: float, variables: Mapping[str, str], **more: Any
 ) -> tuple[int | None, str]:
-    """The exit status, None if time is up, and the end of the output; nothing runs any more then."""
-    environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), "TMPDIR": str(home)}
-    if options.python is None:  # Plugins of agl's own environment are no part of a task.
-        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    async with confined(command, workspace=workspace.path, home=home, section=workspace.section) as line:
+    """The exit status, None if time is up, and the end of the output; nothing runs any more then.
+
+    `more` are further arguments of `confined`.
+    """
+    environment = {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        **workspace.variables,
+        **variables,
+    }
+    places: Any = {"workspace": workspace.path, "home": home, "mount": workspace.mount, **more}
+    async with confined(command, section=workspace.section, **places) as line:
         process = await asyncio.create_subprocess_exec(
             *line,
             cwd=workspace.path,
@@ -286,7 +311,7 @@ async def _run(
         assert process.stdout is not None
         output, status = bytearray(), None
         try:
-            async with asyncio.timeout(options.timeout):
+            async with asyncio.timeout(timeout):
                 while data := await process.stdout.read(1 << 16):
                     output += data
                     del output[:-_MAX_OUTPUT]

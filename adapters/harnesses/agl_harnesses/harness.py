@@ -106,13 +106,16 @@ class ProgramHarness:
     @asynccontextmanager
     async def launch(self, assignment: Assignment, base_url: str, folder: Path) -> AsyncIterator[Launch]:
         home, path = folder / "home", Path.cwd() if self._workspaces is None else folder / "workspace"
+        workspace = None
+        if self._workspaces is not None:
+            workspace = await asyncio.to_thread(self._workspaces.create, task_source(assignment.task_input), path)
         values = {
             "{prompt}": prompt_of(assignment.task_input) if self._prompts else "",
             "{prompt_file}": str(home / _PROMPT),
             "{model}": self._options.model,
             "{key}": assignment.key,
             "{home}": str(home),
-            "{workspace}": str(path),
+            "{workspace}": workspace.mount if workspace else str(path),
             "{base_url}": f"{base_url}{assignment.path}/v1",
             "{origin}": f"{base_url}{assignment.path}",
         }
@@ -122,6 +125,7 @@ class ProgramHarness:
             own = getattr(self._options, "arguments", ()) if word == "{arguments}" else (word,)
             command += [_filled(text, values) for text in own]
         variables = {
+            **(workspace.variables if workspace else {}),
             **client_variables(values["{origin}"], assignment.key),
             **{name: str(home / path) for name, path in _FOLDERS.items()},
             **{n: _filled(text, values) for n, text in {**self._program.variables, **self._options.variables}.items()},
@@ -132,17 +136,15 @@ class ProgramHarness:
         foreign = [n for n in os.environ if n.startswith(self._program.settings) and n not in variables]
         if foreign:
             command = ["env", *(f"-u{name}" for name in foreign), *command]
-        if self._workspaces is None:
+        if workspace is None:
             yield Launch(command, path, variables, self._program.answer)
             return
-        source, section = task_source(assignment.task_input), self._workspaces.section
-        workspace = await asyncio.to_thread(self._workspaces.create, source, path)
 
         def result(printed: Json) -> Json:
             return {"text": self._program.answer(printed), "diff": workspace.diff()}
 
-        places: Any = {"workspace": path, "home": home, "gateway": base_url, "reads": self._reads}
-        async with confined(command, section=section, **places) as confined_command:
+        places: Any = {"workspace": path, "mount": workspace.mount, "home": home, "gateway": base_url}
+        async with confined(command, section=workspace.section, reads=self._reads, **places) as confined_command:
             yield Launch(confined_command, path, variables, result)
 
     def _write_home(self, home: Path, values: Mapping[str, str]) -> None:

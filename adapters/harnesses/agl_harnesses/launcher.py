@@ -52,20 +52,25 @@ def main() -> NoReturn:
         signal.signal(number, stop)
     is_limited = settings["processes"] or settings["disk"]
     waited_for: list[Any] = [woken] if listener is None else [woken, listener]
-    code = None
+    code, orphans = None, 0
     while code is None:
         ready, _, _ = select.select(waited_for, [], [], CHECK_EVERY if is_limited or stopped else None)
         if woken in ready:
             os.read(woken, 4096)
         if listener is not None and listener in ready:
             threading.Thread(target=_serve, args=(listener.accept()[0], settings["socket"]), daemon=True).start()
-        code = _reaped(child)
+        code, adopted = _reaped(child)
+        orphans += adopted
         if code is None and stopped and time.monotonic() > stopped[0] + GRACE:
             code = OVER_LIMIT
         if code is None and is_limited and (reason := _excess(settings)):
             with contextlib.suppress(OSError):
                 os.write(2, f"agl ends this: {reason}\n".encode())
             code = OVER_LIMIT
+    if settings["alone"] and (orphans or _descendants()):
+        with contextlib.suppress(OSError):
+            os.write(2, b"agl refuses this: a process outlived the one that had started it\n")
+        code = OVER_LIMIT
     _end_everything(child)
     os._exit(code)
 
@@ -88,14 +93,16 @@ def _become(command: list[str], settings: dict[str, Any]) -> NoReturn:
         os._exit(127)
 
 
-def _reaped(child: int) -> int | None:
-    """The child's exit code if it has exited, as a shell has it; other processes were adopted."""
-    code = None
+def _reaped(child: int) -> tuple[int | None, int]:
+    """The child's exit code if it has exited, as a shell has it, and how many adopted processes have."""
+    code, adopted = None, 0
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == child:
                 code = os.waitstatus_to_exitcode(ended[1])
-    return 128 - code if code is not None and code < 0 else code
+            else:
+                adopted += 1
+    return (128 - code if code is not None and code < 0 else code), adopted
 
 
 def _excess(settings: dict[str, Any]) -> str | None:

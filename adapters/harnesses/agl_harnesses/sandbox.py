@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -48,23 +49,36 @@ async def confined(
     section: WorkspaceSection,
     gateway: str | None = None,
     reads: Iterable[Path] = (),
+    mount: str | None = None,
+    mounts: Sequence[tuple[str, str, str]] = (),
+    alone: bool = False,
 ) -> AsyncIterator[list[str]]:
     """The command line that runs `command` in the workspace as the section says; run it in the workspace's folder.
 
     `gateway` is the only address that it can reach, served as long as the context lasts; None: there is none. It may
     write to `workspace` and `home`, and in the sandbox to a /tmp of its own. `reads` are further files and folders that
     it may read, for instance those of the program itself. ConfigError if the section cannot be kept here.
+
+    `mount` is the workspace's path in the sandbox, and `mounts` are further ones there: `--bind` or `--ro-bind`, the
+    path outside, the path inside. `alone`: if a process has outlived the one that had started it, the exit status is
+    `OVER_LIMIT`.
     """
+    mount = mount or str(workspace)
     settings = {
         "port": None,
         "socket": _SOCKET,
         "memory": section.memory_mib and section.memory_mib * _MIB,
         "processes": section.processes,
         "disk": section.disk_mib and section.disk_mib * _MIB,
-        "folders": [str(workspace), str(home)],
+        "folders": [mount, str(home), *(inside for option, _, inside in mounts if option == "--bind")],
+        "alone": alone,
     }
-    python = [_PYTHON, "-I", "-S"]
-    if not await asyncio.to_thread(_uses_bubblewrap, section.runner, shutil.which("bwrap")):
+    python, runner = [_PYTHON, "-I", "-S"], section.runner
+    if mount != str(workspace):
+        if runner == "plain":
+            raise ConfigError(f"The workspace has to be at {mount}, which workspace.runner = 'plain' cannot do.")
+        runner = "bubblewrap"
+    if not await asyncio.to_thread(_uses_bubblewrap, runner, shutil.which("bwrap")):
         yield [*python, launcher.__file__, json.dumps(settings), *command]
         return
     async with contextlib.AsyncExitStack() as stack:
@@ -80,10 +94,11 @@ async def confined(
         if not section.network:
             binds += ["--ro-bind", str(own / "hosts"), "/etc/hosts"]
         inside = [*python, _LAUNCHER, json.dumps(settings), *command]
-        yield [*_bubblewrap(workspace, home, section, [*reads, *section.reads]), *binds, "--", *inside]
+        sandbox = _bubblewrap(workspace, mount, home, section, [*reads, *section.reads])
+        yield [*sandbox, *itertools.chain(*mounts), *binds, "--", *inside]
 
 
-def _bubblewrap(workspace: Path, home: Path, section: WorkspaceSection, reads: Iterable[Path]) -> list[str]:
+def _bubblewrap(workspace: Path, mount: str, home: Path, section: WorkspaceSection, reads: Iterable[Path]) -> list[str]:
     """The sandbox's own part of the command line; later mounts lie over earlier ones."""
     options = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     etc = (*_ETC, "hosts", "resolv.conf") if section.network else _ETC
@@ -99,13 +114,15 @@ def _bubblewrap(workspace: Path, home: Path, section: WorkspaceSection, reads: I
         options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     size = ["--size", str(section.disk_mib * _MIB)] if section.disk_mib else []
     options += ["--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/tmp", *size, "--tmpfs", "/dev/shm"]
+    if mount != str(workspace):  # Programs may be installed below it.
+        options += ["--bind", str(workspace), mount]
     pythons = {Path(sys.prefix), Path(sys.base_prefix), Path(_PYTHON).parents[1]}
     for path in sorted({path.absolute() for path in (*pythons, *reads)} - {Path("/usr"), Path("/")}):
         options += ["--ro-bind-try", str(path), str(path)]
     options += ["--ro-bind", launcher.__file__, _LAUNCHER]
-    for path in (workspace, home):
+    for path in (home, workspace) if mount == str(workspace) else (home,):
         options += ["--bind", str(path), str(path)]
-    return [*options, "--chdir", str(workspace)]
+    return [*options, "--chdir", mount]
 
 
 @functools.cache

@@ -62,6 +62,17 @@ Files = Annotated[dict[str, str], AfterValidator(_are_inside)]
 """Texts of files, by their paths in a workspace."""
 
 
+_SYSTEM = ("bin", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "tmp", "usr")
+
+
+def check_mount(path: str) -> str:
+    """The path, if a workspace can be there in the sandbox; else ValueError."""
+    root, *parts = PurePosixPath(path).parts or [""]
+    if root != "/" or not parts or ".." in parts or (parts[0] in _SYSTEM and not path.startswith("/usr/src/")):
+        raise ValueError(f"the sandbox cannot have a workspace at '{path}', but for instance at '/app'")
+    return path
+
+
 class WorkspaceSource(Section):
     """The origin of a workspace's files: a folder, or a commit of a git repository. Neither: it is empty."""
 
@@ -74,6 +85,10 @@ class WorkspaceSource(Section):
 
     files: Files = Field({})
     """Texts of files, by path; a folder's or a commit's own are replaced."""
+    mount: Annotated[str, AfterValidator(check_mount)] | None = None
+    """The path of the workspace in the sandbox of bubblewrap, for instance /app; absent: another for each attempt."""
+    variables: dict[str, str] = Field({})
+    """Environment variables of what runs in the workspace; a harness's own win."""
 
     @model_validator(mode="after")
     def _is_one(self) -> WorkspaceSource:
@@ -121,13 +136,16 @@ def task_source(task_input: Json, where: str = "the task's input") -> WorkspaceS
         ) from None
 
 
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agl"
+
+
 class Workspaces:
     """Makes workspaces as a [workspace] table says; `folder` is the one that relative paths start at."""
 
     def __init__(self, section: WorkspaceSection, folder: Path) -> None:
         self.section, self._folder = section, folder
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        self._cache = cache / "agl" / "workspaces"
+        self._cache = cache_folder() / "workspaces"
 
     @classmethod
     def of(cls, config: RunConfig | None) -> Workspaces:
@@ -142,10 +160,12 @@ class Workspaces:
 
         WorkspaceError if the source is not there or its setup fails.
         """
-        pristine = self._pristine(source or self.section)
+        own, section = source or self.section, self.section
+        pristine = self._pristine(own)
         folder.parent.mkdir(parents=True, exist_ok=True)
         _copy(pristine, folder)
-        return Workspace(folder, pristine, self.section)
+        mount = own.mount or section.mount or str(folder)
+        return Workspace(folder, pristine, section, mount, {**section.variables, **own.variables})
 
     def _pristine(self, source: WorkspaceSource) -> Path:
         """The cached copy of the source with its setup done; the first to need it makes it."""
@@ -153,7 +173,7 @@ class Workspaces:
             origin = (self._folder / source.folder.expanduser()).resolve()
             if not origin.is_dir():
                 raise WorkspaceError(f"workspace.folder: there is no folder {origin}. Correct the path.")
-            identity: list[Json] = ["folder", str(origin), _fingerprint(origin)]
+            identity: list[Json] = ["folder", str(origin), fingerprint(origin)]
         elif source.repository is not None and source.commit is not None:
             local = (self._folder / source.repository).resolve()
             repository = str(local) if local.is_dir() else source.repository
@@ -235,6 +255,9 @@ class Workspace:
     path: Path
     pristine: Path
     section: WorkspaceSection
+    mount: str
+    """Its path for what runs in it."""
+    variables: Mapping[str, str]
 
     def diff(self) -> str:
         """The changes as a git patch, which `apply_patch` takes; it blocks. Nothing must write to the folder meanwhile.
@@ -401,7 +424,7 @@ def _copy(origin: Path, folder: Path) -> None:
         raise WorkspaceError(f"The workspace {origin} cannot be copied: {words}")
 
 
-def _fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path) -> str:
     """A digest of the names, sizes and times of all files below a folder."""
     digest = hashlib.sha256()
     for path, _, names in sorted(os.walk(folder)):

@@ -23,7 +23,7 @@ from agl_server.testing import running_stack
 PROGRAM = """
 import json, os, sys, urllib.request
 
-model, prompt = sys.argv[1:]
+model, prompt, _ = sys.argv[1:]
 body = {"model": model, "messages": [{"role": "user", "content": prompt}]}
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
@@ -32,7 +32,8 @@ code = json.load(reply)["choices"][0]["message"]["content"]
 with open("shop.py", "w") as file:
     file.write(code)
 with open(os.path.join(os.environ["HOME"], "settings")) as file:
-    print("wrote shop.py with", file.read())
+    print("wrote shop.py in", sys.argv[3], os.environ["GREETING"], file.read())
+assert os.path.samefile(sys.argv[3], os.getcwd())
 """
 TESTS = "import shop\n\ndef test_total():\n    assert shop.total([2, 3]) == 5\n"
 RIGHT = "def total(prices):\n    return sum(prices)\n"
@@ -47,12 +48,16 @@ async def test_a_program_solves_a_task_in_its_workspace(runner: str, tmp_path: P
     (tmp_path / "shop").mkdir()
     (tmp_path / "shop" / "shop.py").write_text("def total(prices):\n    return 0\n")
     options = {
-        "command": [sys.executable, "-c", PROGRAM, "{model}", "{prompt}"],
+        "command": [sys.executable, "-c", PROGRAM, "{model}", "{prompt}", "{workspace}"],
         "files": {"settings": "{model} at {origin}"},
     }
-    tables: dict[str, Any] = {"workspace": {"folder": "shop", "runner": runner}}
+    variables = {"GREETING": "hi", "HOME": "/nowhere"}
+    workspace = {"folder": "shop", "runner": runner, "variables": variables}
+    if runner == "bubblewrap":
+        workspace["mount"] = "/app"
     agent = {"harness": "command", "options": options}
-    config = UntrainedConfig.model_validate({"config_version": 1, "folder": tmp_path, "agent": agent, **tables})
+    tables: dict[str, Any] = {"folder": tmp_path, "agent": agent, "workspace": workspace}
+    config = UntrainedConfig.model_validate({"config_version": 1, **tables})
     metadata = {"tests": {"files": {"test_shop.py": TESTS}, "fail_to_pass": ["test_shop.py::test_total"]}}
     task = Task("t", {"prompt": "Repair {key}: -total", "workspace": {"folder": "shop"}}, metadata=metadata)
     async with running_stack(timeout=120) as stack:
@@ -67,7 +72,9 @@ async def test_a_program_solves_a_task_in_its_workspace(runner: str, tmp_path: P
         [attempt] = await stack.store.attempts("r")
         [call] = await stack.calls(attempt.key)
     assert (attempt.ending, attempt.error) == (Ending.FINISHED, None)
-    assert attempt.result["text"] == f"wrote shop.py with agl at {server.base_url}/rollout/r/attempt/0"
+    place, _, settings = attempt.result["text"].removeprefix("wrote shop.py in ").partition(" hi ")
+    assert (place == "/app") == (runner == "bubblewrap")
+    assert settings == f"agl at {server.base_url}/rollout/r/attempt/0"
     assert call.request["messages"] == [{"role": "user", "content": "Repair {key}: -total"}]
     assert "+    return sum(prices)" in attempt.result["diff"]
     episode = make.episode(result=attempt.result, task=rollout.task)

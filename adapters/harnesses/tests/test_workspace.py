@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from agl_core.wire import MAX_RESULT
 from agl_harnesses.workspace import (
     MAX_CHANGED,
     PatchError,
-    Workspace,
     WorkspaceError,
     Workspaces,
     WorkspaceSection,
@@ -153,7 +153,7 @@ def test_a_patch_that_is_too_large_for_a_result_is_refused(root: Path) -> None:
         os.truncate(attempt.path / "build.o", size or len(content))
         with pytest.raises(AgentError, match=r"workspace\.ignore"):
             attempt.diff()
-    assert Workspace(attempt.path, attempt.pristine, WorkspaceSection(ignore=("*.o",))).diff() == ""
+    assert replace(attempt, section=WorkspaceSection(ignore=("*.o",))).diff() == ""
 
 
 def test_a_folder_that_cannot_be_read_is_an_error_of_the_attempt(root: Path) -> None:
