@@ -13,9 +13,7 @@ agent, and `anchor = ["room"]` in the settings. The state is then these variable
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from statistics import fmean, mean, stdev
 from typing import Annotated, TypeAlias
 
@@ -24,6 +22,7 @@ from pydantic import Field
 
 from agl_core import Capability, CreditKind, credit_rule
 from agl_core.types import Episode, Transition, are_equal, discounted_returns, episode_return
+from agl_core.types.episodes import episode_gae
 
 EPSILON = 1e-6
 """Added to a group's standard deviation, as GRPO does."""
@@ -46,7 +45,7 @@ def gigpo(
 ) -> list[list[float]]:
     """A call's advantage is its rollout's, and ω times what came after it beside other calls at its state (GiGPO).
 
-        A_t = z + ω · (G_t − mean of G over the group's calls at the state)        G_t = Σ_k γ^k · r_{t+k}
+        A_t = z + ω · (G_t − mean of G over the group's calls at the state)        G_t of `discounted`
 
     By arXiv 2505.10978, equations 6 to 10, without the second division by a deviation.
 
@@ -76,9 +75,7 @@ def grouped(
     """GAE over calls, with the group's own mean at a state as its value: a critic without a network.
 
         V(s) = (κ · μ + Σ G) / (κ + n)        over the n calls at s of at least two rollouts; elsewhere V(s) = μ
-        δ_t  = r_t + γ · V(s_{t+1}) − V(s_t)        A_t = (δ_t + γ · λ · σ · A_{t+1}) / (σ + 1e-6)
-
-    GAE is arXiv 1506.02438, equation 16. The last call earns the terminal reward too.
+        A_t  = GAE_t / (σ + 1e-6)                     over these values (`agl_core.types.episodes.gae`)
 
     Conserves: with λ = γ = 1, without shared states and without rewards of single calls, it is `identical`.
     """
@@ -95,11 +92,12 @@ def grouped(
         if len({rollout for rollout, _ in met}) > 1
     }
 
-    def value(transition: Transition) -> float:
-        state = _state(transition, anchor)
-        return baseline if state is None else values.get(state, baseline)
+    def advantages(episode: Episode) -> list[float]:
+        states = (_state(transition, anchor) for transition in episode.transitions)
+        of_states = [baseline if state is None else values.get(state, baseline) for state in states]
+        return [scale * advantage for advantage in episode_gae(episode, of_states, gamma, lam)]
 
-    return [_gae(episode, value, gamma, lam, scale) for episode in episodes]
+    return [advantages(episode) for episode in episodes]
 
 
 def episode_advantages(episodes: Sequence[Episode]) -> list[float]:
@@ -109,18 +107,6 @@ def episode_advantages(episodes: Sequence[Episode]) -> list[float]:
         return [0.0] * len(totals)
     center, deviation = fmean(totals), stdev(totals)
     return [(total - center) / (deviation + EPSILON) for total in totals]
-
-
-def _gae(episode: Episode, value: Callable[[Transition], float], gamma: float, lam: float, scale: float) -> list[float]:
-    """The advantages of an episode's transitions; a call is followed by the mean over the next call's choices."""
-    advantages: list[float] = []
-    earned, ahead, trace = episode.terminal or 0.0, 0.0, 0.0
-    for _, same_call in groupby(reversed(episode.transitions), key=attrgetter("turn")):
-        choices = list(same_call)
-        here = [choice.reward + earned + gamma * ahead - value(choice) + gamma * lam * trace for choice in choices]
-        advantages += [advantage * scale for advantage in here]
-        earned, ahead, trace = 0.0, fmean(map(value, choices)), fmean(here)
-    return advantages[::-1]
 
 
 def _visits(

@@ -16,7 +16,7 @@ after the other. An engine with padded rows first selects tokens by mask, so bot
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from statistics import fmean
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from agl_algorithms.plugin import Aggregation, AlgorithmOptions, PolicyGradientOptions, RatioLevel, WhiteningUnit
 from agl_core.types import rounding
+from agl_core.types.episodes import Moment
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20 before exp, so a token that became impossible cannot overflow the sum."""
@@ -55,6 +56,8 @@ class Samples:
     """[A] the credited values of rollouts that have no transition here and are compared all the same."""
     absent_groups_A: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """[A] their groups."""
+    calls: Sequence[Sequence[Moment]] = ()
+    """As `Batch.calls`; none: each rollout is its transitions, one after the other."""
 
     def __len__(self) -> int:
         """N."""

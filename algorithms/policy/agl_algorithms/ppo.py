@@ -15,6 +15,7 @@ its prompt. There is no KL term unless `beta` is above 0.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from agl_algorithms.plugin import PpoOptions
 from agl_algorithms.policy_gradient import PolicyGradient, Samples, weighted, whitened
 from agl_core.types import rounding
+from agl_core.types.episodes import Moment, gae
 
 
 class Ppo(PolicyGradient):
@@ -116,27 +118,20 @@ def gae_in_responses(samples: Samples, values_R: Tensor, *, gamma: float, lam: f
 def gae_across_calls(samples: Samples, values_N: Tensor, *, gamma: float, lam: float) -> Tensor:
     """[N] float64 advantages of calls; `values_N` [N] are those of their prompts, the credited values are rewards.
 
-        δ_t = r_t + γ · V_{t+1} − V_t        A_t = δ_t + γ · λ · A_{t+1}
-
-    t+1 is the rollout's next call in the batch; after the last one V and A are 0. The choices of a call (`n` > 1) share
-    its turn and are parallel: each is followed by the mean over the next call's choices. Calls that are not in the
-    batch belong to the environment of this step: their rewards are in r_t (`agl_core.learning.batch`).
+    It is `agl_core.types.episodes.gae` over each rollout, whose calls that are not in the batch are the environment.
     """
-    rewards, values = samples.values_N.tolist(), values_N.tolist()
-    choices_of: dict[tuple[int, int], list[int]] = {}
-    for i, call in enumerate(zip(samples.rollout_N.tolist(), samples.turn_N.tolist(), strict=True)):
-        choices_of.setdefault(call, []).append(i)
-    advantages = [0.0] * len(rewards)
-    later: tuple[int, int] | None = None
-    for call in sorted(choices_of, reverse=True):
-        ahead, trace = 0.0, 0.0
-        if later is not None and later[0] == call[0]:
-            after = choices_of[later]
-            ahead = gamma * sum(values[i] for i in after) / len(after)
-            trace = gamma * lam * sum(advantages[i] for i in after) / len(after)
-        for i in choices_of[call]:
-            advantages[i] = rewards[i] + ahead - values[i] + trace
-        later = call
+    numbers, turns = samples.rollout_N.tolist(), samples.turn_N.tolist()
+    rewards, values, advantages = samples.values_N.tolist(), values_N.tolist(), [0.0] * len(samples)
+    rows = defaultdict[int, list[int]](list)
+    for i, number in enumerate(numbers):
+        rows[number].append(i)
+    for number, own in rows.items():
+        known = samples.calls[number] if samples.calls else [Moment(turns[i], (), 0.0) for i in own]
+        threads, present = {moment.turn: moment.thread for moment in known}, {turns[i] for i in own}
+        calls = [Moment(turns[i], threads[turns[i]], rewards[i], values[i]) for i in own]
+        calls += [moment for moment in known if moment.turn not in present]
+        for i, advantage in zip(own, gae(calls, gamma, lam), strict=False):
+            advantages[i] = advantage
     return torch.tensor(advantages, dtype=torch.float64, device=samples.values_N.device)
 
 

@@ -171,6 +171,7 @@ def samples_of(batch: Batch, *, dtype: torch.dtype = torch.float32, device: torc
         turn_N=tensor(batch.turn_N, torch.int64),
         absent_values_A=tensor(batch.absent_values_A, torch.float64),
         absent_groups_A=tensor(batch.absent_groups_A, torch.int64),
+        calls=batch.calls,
     )
 
 

@@ -10,7 +10,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby
 from statistics import fmean
 from typing import Literal
 
@@ -35,6 +34,7 @@ from agl_core.types import (
     are_equal,
     episode_return,
 )
+from agl_core.types.episodes import Moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +149,12 @@ def make_batches(
 
     A dropped episode leaves its group; a group that is then too small is dropped whole. A credit rule sees the whole
     group, other policies and untrained agents included, and its values count for the policy's own transitions. A
-    rollout without a trainable transition is still compared with its group (`Batch.absent_values_A`). If credit yields
-    rewards of one step, those of other calls go to the policy's trained transitions before them (`propagate_rewards`).
-    `weights` are the groups' in the loss; empty: all 1. With the trainer's `versions`, stale episodes are dropped.
+    rollout without a trainable transition is still compared with its group (`Batch.absent_values_A`). `weights` are the
+    groups' in the loss; empty: all 1. With the trainer's `versions`, stale episodes are dropped.
     """
     rows = defaultdict[str, list[tuple[Transition, float, int, int]]](list)
     kinds = {policy: credit.kind for policy, credit in plan.credit.items()}
-    absent = defaultdict[str, list[tuple[int, float]]](list)
+    absent, calls = defaultdict[str, list[tuple[int, float]]](list), defaultdict[str, list[list[Moment]]](list)
     dropped, episodes_dropped, rollouts = list[TrainingRecord](), Counter[DropReason](), 0
     for group_index, group in enumerate(groups):
         faults = [plan.drop_reason(episode, versions) for episode in group]
@@ -189,7 +188,8 @@ def make_batches(
             for policy, kept in trained.items():
                 values = credited[policy][member]
                 if kinds.get(policy) is CreditKind.REWARD:
-                    values = propagate_rewards([t.turn for t in episode.transitions], values, kept)
+                    of_episode = zip(episode.transitions, values, strict=True)
+                    calls[policy].append([Moment(t.turn, t.lineage.thread, value) for t, value in of_episode])
                 rows[policy] += [(episode.transitions[i], values[i], group_index, rollouts) for i in kept]
             rollouts += 1
     batches: dict[str, Batch] = {}
@@ -197,6 +197,7 @@ def make_batches(
         transitions, credits, of_groups, of_rollouts = zip(*of_policy, strict=True)
         kind = kinds.get(policy, CreditKind.RETURN)
         batch = lay_out(transitions, credits, of_groups, of_rollouts, kind, step, absent[policy])
+        batch = replace(batch, calls=calls[policy])
         if weights:
             batch = replace(batch, weight_N=np.take(np.asarray(weights, np.float64), of_groups))
         usable = filter_trainable(batch)
@@ -294,7 +295,7 @@ class TrainableBatch:
 def filter_trainable(
     batch: Batch, *, context_length: int | None = None, vocabulary: int | None = None, grammars: bool = True
 ) -> TrainableBatch:
-    """Drop what cannot be trained on; its rewards of one step go to the calls before it.
+    """Drop what cannot be trained on; its rewards of one step stay among `Batch.calls`.
 
     With returns, a rollout that has no transition left is still compared with its group. Without a model's limits, only
     what no model could be trained on is dropped. `grammars`: the engine knows which tokens a grammar allowed. Reasons:
@@ -324,16 +325,7 @@ def filter_trainable(
     first = np.select([*reasons.values()], [*reasons], default="").tolist()
     dropped = tuple(DropReason(reason) if reason else None for reason in first)
     places = np.array([i for i, reason in enumerate(dropped) if reason is None], dtype=np.int64)
-    if batch.kind is CreditKind.REWARD and len(places) < len(batch):
-        # The last call of a long episode may be among those; its reward is a consequence of the calls before it.
-        values, kept = batch.values_N.copy(), set(places.tolist())
-        order = np.lexsort((batch.turn_N, batch.rollout_N)).tolist()
-        for _, of_rollout in groupby(order, key=lambda i: int(batch.rollout_N[i])):
-            calls = list(of_rollout)
-            trained = [n for n, place in enumerate(calls) if place in kept]
-            values[calls] = propagate_rewards(batch.turn_N[calls].tolist(), batch.values_N[calls].tolist(), trained)
-        batch = replace(batch, values_N=values)
-    elif len(places) < len(batch):
+    if batch.kind is not CreditKind.REWARD and len(places) < len(batch):
         lost_N = ~np.isin(batch.rollout_N, batch.rollout_N[places]) & np.isfinite(batch.values_N)
         _, first, rollout = np.unique(batch.rollout_N[lost_N], return_index=True, return_inverse=True)
         means = np.bincount(rollout, batch.values_N[lost_N]) / np.bincount(rollout)
@@ -369,34 +361,6 @@ def _counts(flags: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.
     """How many flags are set in each segment."""
     totals = _offsets(flags.astype(np.int64))
     return np.asarray(totals[offsets[1:]] - totals[offsets[:-1]])
-
-
-def propagate_rewards(turns: Sequence[int], values: Sequence[float], trained: Sequence[int]) -> list[float]:
-    """Rewards of one step for the `trained` transitions (their places), for which the others are the environment.
-
-    A step of time is from one trained call to the next. The rewards of the calls between (the mean over each call's
-    choices) go, undiscounted, to each trained choice of the call before. Rewards before the first trained call are not
-    its consequence and are left out, and so are rewards that are not finite. If only some choices of a call are
-    trained, these stand for the call. `turns` ascend; choices of one call share a turn.
-
-    A writer and a critic by turns, only the writer trained:
-
-    >>> propagate_rewards([0, 1, 2, 3], [0.125, 0.25, 0.5, 1.0], [0, 2])
-    [0.375, 0.25, 1.5, 1.0]
-    """
-    earned = list(values)
-    kept = set(trained)
-    before: list[int] = []
-    for _, same_call in groupby(range(len(turns)), key=lambda i: turns[i]):
-        places = list(same_call)
-        here = [i for i in places if i in kept]
-        if here:
-            before = here
-            continue
-        carried = sum(values[i] for i in places) / len(places)
-        for i in before if math.isfinite(carried) else ():
-            earned[i] += carried
-    return earned
 
 
 def staleness(episode: Episode, versions: Mapping[str, int]) -> int:

@@ -4,23 +4,30 @@ A call is one transition: its observation is the prompt, its action the whole re
 
 Credit rules build on the return of an episode and of each of its transitions. In their formulas
 
-    r_t   the intermediate rewards of transition t; the terminal reward is added at the last call
+    r_t   the intermediate rewards of transition t; the terminal reward is added at the last call of the main thread
     R     the episode's return: the terminal reward and every r_t, undiscounted
-    G_t   what came from t on: r_t + γ · G_{t+1}
+    G_t   what came from t on: r_t + γ · (G_{t+1} + Σ over the threads that t started: G of their calls alone)
 
-Time is counted in calls of all lineages, trained or not, housekeeping aside. The choices of one call (`n` > 1) are
-parallel: no choice is in another's future, later calls are in the future of each, and each choice of the last call has
-the terminal reward. To the calls before it and to R, a call is worth the mean over its choices, so more choices do not
-earn more. Rules state what they conserve for calls with one choice.
+Time is counted in calls, trained or not, housekeeping aside, and in *threads* (`Lineage`): t+1 is the next call of the
+thread; after the last one of a thread that a call started, the next of the thread around it, which goes on with what it
+was told; after a thread that nobody waited for, the last call of the main thread. So threads side by side are not in
+each other's future, and long ones do not shrink what their parent earns later.
+
+The choices of one call (`n` > 1) are parallel, too: later calls are in the future of each, and each choice of the last
+call has the terminal reward. To the calls before it and to R, a call is worth the mean over its choices, so more
+choices do not earn more. Rules state what they conserve for calls with one choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +54,9 @@ from agl_core.types.records import (
     TransitionKey,
 )
 
+Thread: TypeAlias = tuple[tuple[int, int], ...]
+"""The turns of its first call and of the one that started it, after those of the threads around; () is the main one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
@@ -57,6 +67,8 @@ class Lineage:
     kind: LineageKind = LineageKind.MAIN
     parent: str | None = None
     """The call that it branched from; None for one that began by itself."""
+    thread: Thread = ()
+    """Time goes on in threads (see the module): lineages that follow each other share one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +196,7 @@ def are_equal(values: Iterable[float]) -> bool:
 def episode_return(episode: Episode) -> float:
     """The undiscounted return: the terminal reward plus what every call earned, the mean over its choices."""
     by_turn = groupby(episode.transitions, key=attrgetter("turn"))
-    return (episode.terminal or 0.0) + sum(_mean_reward(choices) for _, choices in by_turn)
+    return (episode.terminal or 0.0) + sum(fmean(t.reward for t in choices) for _, choices in by_turn)
 
 
 def scored_return(episode: Episode) -> float | None:
@@ -193,22 +205,59 @@ def scored_return(episode: Episode) -> float | None:
 
 
 def discounted_returns(episode: Episode, gamma: float) -> list[float]:
-    """G_t = r_t + γ · G_{t+1} of every transition, with G_{t+1} the mean over the next call's choices.
+    """G_t of every transition (see the module)."""
+    return episode_gae(episode, [0.0] * len(episode.transitions), gamma, 1.0)
 
-    Each choice of the last call has the terminal reward.
+
+def episode_gae(episode: Episode, values: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """`gae` of every transition, by its rewards, the terminal one too, and the `values` of their states."""
+    pairs = zip(episode.transitions, values, strict=True)
+    return gae([Moment(t.turn, t.lineage.thread, t.reward, v) for t, v in pairs], gamma, lam, episode.terminal or 0.0)
+
+
+class Moment(NamedTuple):
+    """A choice of a call, in time."""
+
+    turn: int
+    thread: Thread
+    reward: float
+    value: float | None = None
+    """Of its state; None for a call of the environment."""
+
+
+def gae(calls: Sequence[Moment], gamma: float, lam: float, terminal: float = 0.0) -> list[float]:
+    """Generalized advantages over calls (arXiv 1506.02438, equation 16); G with λ = 1 and no values.
+
+        A_t = r_t + γ · Σ G of the threads that t started, alone + γ · V_{t+1} − V_t + γ · λ · A_{t+1}
+
+    Calls of the environment take no time: their rewards, and threads that they started, come with the call before.
     """
-    values: list[float] = []
-    after = episode.terminal or 0.0
-    for _, same_call in groupby(reversed(episode.transitions), key=attrgetter("turn")):
-        choices = list(same_call)
-        values += [choice.reward + after for choice in choices]
-        after = gamma * (_mean_reward(choices) + after)
-    return values[::-1]
-
-
-def _mean_reward(choices: Iterable[Transition]) -> float:
-    rewards = [choice.reward for choice in choices]
-    return sum(rewards) / len(rewards)
+    end = max((call.turn for call in calls if not call.thread), default=0)
+    events = defaultdict[tuple[float, bool, Thread], list[int]](list)
+    for i, call in enumerate(calls):
+        events[math.inf if call.turn == end else call.turn, False, call.thread].append(i)
+        for depth, (start, _) in enumerate(call.thread, 1):
+            events[start, True, call.thread[:depth]] = []
+    advantages, ahead = [0.0] * len(calls), dict[Thread, tuple[float, float]]()
+    # By thread: what its calls from here on earn alone; what came before the next one of them without a call.
+    alone, gained = defaultdict[Thread, float](float), defaultdict[Thread, float](float)
+    for (time, is_start, thread), choices in sorted(events.items(), reverse=True):
+        reward = fmean(calls[i].reward for i in choices) if choices else 0.0
+        if is_start:
+            gained[thread[:-1]] += gained.pop(thread, 0.0) + gamma * alone.pop(thread, 0.0)
+        elif calls[choices[0]].value is None:
+            gained[thread] += reward if math.isfinite(reward) else 0.0
+        else:
+            around = [thread[:depth] for depth in range(len(thread), -1, -1)]
+            joined = next((at for at, other in enumerate(around) if other in ahead), len(thread))
+            value, advantage = ahead.get(around[joined], (0.0, 0.0))
+            after = sum(gained[other] for other in around[: joined + 1]) + (terminal if time == math.inf else 0.0)
+            values = [calls[i].value or 0.0 for i in choices]
+            for i, own in zip(choices, values, strict=True):
+                advantages[i] = calls[i].reward + after + gamma * value - own + gamma * lam * advantage
+            alone[thread] = reward + gained.pop(thread, 0.0) + gamma * alone[thread]
+            ahead[thread] = fmean(values), fmean(advantages[i] for i in choices)
+    return advantages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,6 +302,8 @@ class Batch:
     absent_values_A: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     """Credited values, a mean for each, of rollouts that are compared but have no transition to train on."""
     absent_groups_A: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    calls: Sequence[Sequence[Moment]] = ()
+    """With rewards of one step: all calls of each rollout."""
 
     def __len__(self) -> int:
         return len(self.keys)

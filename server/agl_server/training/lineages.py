@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from agl_core.capture.status import message_text
 from agl_core.learning.tool_results import function_of, messages_of, tool_calls_of, tools_of
 from agl_core.learning.transitions import build_episode, counted_calls
 from agl_core.types import HOUSEKEEPING, Call, Episode, Housekeeping, Json, Lineage, LineageKind, RecordedRollout
+from agl_core.types.episodes import Thread
 
 _MAX_ASIDE = 400
 """Characters of a reply that structure takes for housekeeping: a title, a topic, a verdict."""
@@ -61,7 +62,35 @@ def places_of(calls: Sequence[Call], result: Json = None) -> list[Place]:
         marks |= dict.fromkeys(asides, Housekeeping.STRUCTURE)
     if marks:
         tree = _Tree([*(node for node in nodes if node not in marks), *marks])
-    return [Place(tree.lineages[node.number], node.turn, marks.get(node)) for node in nodes]
+    threads = _threads(nodes, tree.lineages, marks)
+    lineages = [replace(lineage, thread=threads[lineage.number]) for lineage in tree.lineages]
+    return [Place(lineages[node.number], node.turn, marks.get(node)) for node in nodes]
+
+
+def _threads(nodes: Sequence[_Node], lineages: Sequence[Lineage], marks: Collection[_Node]) -> Mapping[int, Thread]:
+    """The thread of each lineage, by number.
+
+    A lineage that a call started has its own if the thread around it is called again later. Compactions, and lineages
+    that nothing started or that nothing comes after, go on in the thread that was there.
+    """
+    places = {node.call.id: (turn, node.number) for turn, node in enumerate(nodes)}
+    parents = [places.get(lineage.parent or "") for lineage in lineages]
+    heads = list[int]()
+    for lineage, parent in zip(lineages, parents, strict=True):
+        is_started = parent is not None and lineage.kind is not LineageKind.COMPACTION
+        heads.append(lineage.number if is_started else heads[parent[1]] if parent else 0)
+    last = {heads[node.number]: turn for turn, node in enumerate(nodes) if node not in marks}
+    threads: dict[int, Thread] = {0: ()}
+    ends: dict[Thread, int] = {(): last.get(0, -1)}
+    for turn, node in enumerate(nodes):
+        if (number := node.number) not in threads:
+            parent = parents[number]
+            thread = threads[parent[1]] if parent else ()
+            if parent and heads[number] == number and ends[thread] > turn:
+                thread = (*thread, (parent[0], turn))
+            threads[number] = thread
+            ends[thread] = max(ends.get(thread, -1), last.get(number, -1))
+    return threads
 
 
 @dataclass(slots=True, eq=False)
@@ -206,14 +235,15 @@ class _Tree:
         for twin in self._asked.get(node.prefixes[-1], ()):
             if node.is_alike(twin) and not (twin.is_one_turn and (twin.after is None or twin.after.is_one_turn)):
                 return self._begin(node, LineageKind.BRANCH, twin.before)
-        for last in earlier:
+        for at, last in enumerate(earlier):
             if last.after is not None or last.call.agent != node.call.agent:
                 continue
             if node.is_one_turn and last.is_one_turn and (last.call.agent or last.system == node.system):
                 return self._go_on(node, last)
             if node.is_alike(last) and not last.is_one_turn and len(node.texts) <= len(last.texts):
-                summary = next((other for other in earlier if node.quotes(other, _MIN_QUOTE)), None)
-                if summary is not None and summary.number != last.number:
+                own = (other for n, other in enumerate(earlier) if n < at or other.number == last.number)
+                summary = next((other for other in own if node.quotes(other, _MIN_QUOTE)), None)
+                if summary is not None and summary.before is None and summary.number != last.number:
                     self.lineages[summary.number] = Lineage(summary.number, LineageKind.COMPACTION, last.call.id)
                 if summary is not None or node.opening == last.opening:
                     return self._begin(node, LineageKind.COMPACTION, summary or last)
