@@ -21,12 +21,11 @@ import tomli_w
 from agl_core import private
 from agl_core.config.models import RunConfig
 from agl_core.errors import AglError, ConfigError, TrainingError
-from agl_core.learning.transitions import message_text
 from agl_core.protocols import RecordedTasks, train_index
 from agl_core.types import Ending, Episode, Rollout, RolloutState, episode_return
 from agl_prompts.config import OptimizeSection, Proposer
 from agl_server.health.alarms import alarm_of_failures
-from agl_server.health.rollouts import mean
+from agl_server.health.rollouts import mean, show_message
 from agl_server.training.metrics import Observer
 from agl_server.training.rollouts import group_of
 from agl_server.training.session import Session
@@ -99,7 +98,7 @@ class Search:
         if fault := await alarm_of_failures(self.session.server.store, episodes):
             raise TrainingError(f"The search cannot begin: {fault.seen}. {fault.remedy} {fault.details}")
         for name, prompt in self.config.prompts.items():
-            seen = {message_text(m) for e in episodes for t in e.transitions for m in t.messages}
+            seen = {show_message(m) for e in episodes for t in e.transitions for m in t.messages}
             if prompt.replace is not None and not any(self.seed[name] in text for text in seen):
                 raise ConfigError(
                     f"[prompts.{name}] replace: no message of {len(episodes)} rollouts had these words, so that there "
@@ -197,7 +196,7 @@ def described(episode: Episode) -> dict[str, str]:
     """
     lines = []
     for transition in episode.transitions:
-        lines.append(f"{transition.agent or 'assistant'}: {_cut(message_text(transition.response))}")
+        lines.append(f"{transition.agent or 'assistant'}: {_cut(show_message(transition.response))}")
         lines += [f"tool {r.tool} ({r.status}): {_cut(r.error or r.result)}" for r in transition.tool_results]
     parts = ", ".join(f"{reward.name} {reward.value:.3g}" for reward in episode.rewards)
     expected = f" The task's metadata: {_cut(dict(episode.task.metadata))}." if episode.task.metadata else ""

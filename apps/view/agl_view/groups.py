@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from agl_core.learning.transitions import message_text
 from agl_core.types import Rollout, TrainingRecord, are_equal
+from agl_server.health.rollouts import show_message
 from agl_server.reading.explained import RolloutEntry, RolloutReport, Turn
 from agl_server.reading.rollouts import RolloutPage, groups_of
 
@@ -84,7 +84,7 @@ def align(sides: Sequence[RolloutReport]) -> list[tuple[list[Cell | None], bool]
     """
     shown = [[] if side.counted is None else side.counted.turns for side in sides]
     turns = [[turn for turn in of_side if turn.transition.housekeeping is None] for of_side in shown]
-    texts = [[message_text(turn.transition.response) for turn in of_side] for of_side in turns]
+    texts = [[show_message(turn.transition.response) for turn in of_side] for of_side in turns]
     rows = []
     for number in range(max(map(len, turns), default=0)):
         by_history: dict[tuple[str, ...], list[str]] = {}

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from agl_core.cli.words import harmless, number, one_line, plain, said_by, score, size, status_text
-from agl_core.learning.transitions import message_text
+from agl_server.health.rollouts import show_message
 from agl_view.charts import sparkline
 
 
@@ -92,6 +92,6 @@ def make_environment() -> Environment:
     }
     environment.globals.update(functions)
     environment.filters.update(
-        brief=brief, number=number, score=score, size=size, pretty=pretty, message_text=message_text, one_line=one_line
+        brief=brief, number=number, score=score, size=size, pretty=pretty, message_text=show_message, one_line=one_line
     )
     return environment

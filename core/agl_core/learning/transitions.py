@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -220,26 +219,6 @@ def save_episodes(path: str | os.PathLike[str], episodes: Iterable[Episode]) -> 
         for episode in episodes:
             file.write(json.dumps(load_json(dump_json(to_json(episode)))) + "\n")
     os.replace(part, target)
-
-
-def message_text(message: Mapping[str, Any]) -> str:
-    """A chat message: its text, and then its tool calls, like calls in code.
-
-    >>> message_text({"content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]})
-    'add({})'
-    """
-    content = message.get("content")
-    calls = [_tool_call_text(tool_call) for tool_call in message.get("tool_calls") or ()]
-    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
-    return " ".join([text, *calls]).strip()
-
-
-def _tool_call_text(tool_call: Any) -> str:
-    known = tool_call if isinstance(tool_call, Mapping) else {}
-    function = known.get("function", known.get("custom"))
-    if not isinstance(function, Mapping):
-        return json.dumps(tool_call, ensure_ascii=False)
-    return f"{function.get('name')}({function.get('arguments', function.get('input', ''))})"
 
 
 def load_episodes(path: str | os.PathLike[str]) -> list[Episode]:

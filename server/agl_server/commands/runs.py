@@ -15,11 +15,10 @@ from agl_core import kinds
 from agl_core.cli.screen import AsJson, Screen, print_json, table
 from agl_core.cli.words import number, one_line, plain, said_by, score, size, status_text
 from agl_core.config.resolve import settings_of
-from agl_core.learning.transitions import message_text
 from agl_core.plugins import Plugins
 from agl_core.types import Reward, TrainingRecord
 from agl_server.commands.screen import NewestRun, Runs, filtered
-from agl_server.health.rollouts import has_cut_prompt
+from agl_server.health.rollouts import has_cut_prompt, show_message
 from agl_server.reading import runs as reading
 from agl_server.reading.explained import AttemptReport, GroupReport, RolloutReport, TerminalReward, Turn, read_group
 from agl_server.reading.rollouts import Query, list_rollouts
@@ -185,7 +184,7 @@ def _print_attempt(screen: Screen, report: AttemptReport, group: GroupReport, wi
         if tokens:
             _print_tokens(screen, turn)
     for lost in episode.undelivered:
-        reply, agent = one_line(message_text(lost.response), width), one_line(lost.agent or "unnamed agent", 60)
+        reply, agent = one_line(show_message(lost.response), width), one_line(lost.agent or "unnamed agent", 60)
         screen.print(f"  undelivered, before turn {lost.turn}: {agent} did not get {reply!r}", style="yellow")
     for route, count in (episode.passed_through or {}).items():
         screen.print(f"  passed through and not recorded: {count} {one_line(route, 80)}")
@@ -253,9 +252,9 @@ def _print_turn(screen: Screen, turn: Turn, width: int) -> None:
     policy = f"({one_line(transition.policy, 60)}{version})"
     screen.print(f"\n  {indent}turn {transition.turn}  {agent}  {policy}{origin}", style="cyan")
     for message in transition.messages[-1:]:
-        text = one_line(message_text(message), width, tail=True)
+        text = one_line(show_message(message), width, tail=True)
         line(f"{one_line(str(message.get('role')), 40)}: {text}", style="dim")
-    line(f"→ {one_line(message_text(transition.response), width)}  [{transition.finish_reason.value}]")
+    line(f"→ {one_line(show_message(transition.response), width)}  [{transition.finish_reason.value}]")
     if transition.state is not None:
         line(f"state {_json(transition.state, width)}", style="dim")
     prompt, response = transition.prompt_ids, transition.response_ids

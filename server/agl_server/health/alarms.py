@@ -14,10 +14,10 @@ from typing import Literal, TypeVar
 from agl_core.config.load import LoadedConfig
 from agl_core.kinds import Capability
 from agl_core.learning.tool_results import tool_calls_of
-from agl_core.learning.transitions import message_text
 from agl_core.store import Store
 from agl_core.types import AlarmName, AttemptKey, Ending, Episode, Rollout
 from agl_core.wire import Activity, RunningAttempt
+from agl_server.health.rollouts import show_message
 from agl_server.health.table import ALARMS, REMEDIES, SHORTEST_STALL, Alarm, Numbers
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ async def alarm_of_failures(store: Store, episodes: Sequence[Episode], *, common
     seen, remedy = f"{count} of {len(episodes)} rollouts ended as {ending.value}", REMEDIES.get(ending, "")
     if first.transitions:
         seen += ", each after a reply of the model"
-        reply = " ".join(message_text(first.transitions[-1].response).split())
+        reply = " ".join(show_message(first.transitions[-1].response).split())
         details += f"\nThe model had replied: {reply[:_MAX_REPLY] or 'nothing'}"
     elif first.bypassed:
         remedy = f"{REMEDIES[Ending.NO_CALL]} It called {', '.join(first.bypassed)}."

@@ -6,6 +6,7 @@ what a person would want to look at.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -301,3 +302,23 @@ def mean(values: Iterable[float]) -> float:
     """The mean; NaN without values."""
     listed = list(values)
     return math.fsum(listed) / len(listed) if listed else math.nan
+
+
+def show_message(message: Mapping[str, Any]) -> str:
+    """A chat message as it is shown: its text, and then its tool calls, like calls in code.
+
+    >>> show_message({"content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]})
+    'add({})'
+    """
+    content = message.get("content")
+    calls = [_tool_call_text(tool_call) for tool_call in message.get("tool_calls") or ()]
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
+    return " ".join([text, *calls]).strip()
+
+
+def _tool_call_text(tool_call: Any) -> str:
+    known = tool_call if isinstance(tool_call, Mapping) else {}
+    function = known.get("function", known.get("custom"))
+    if not isinstance(function, Mapping):
+        return json.dumps(tool_call, ensure_ascii=False)
+    return f"{function.get('name')}({function.get('arguments', function.get('input', ''))})"

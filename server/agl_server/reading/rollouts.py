@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from agl_core.learning.transitions import message_text
 from agl_core.store import Store
 from agl_core.types import Ending, Json, Mode, RecordedRollout, Rollout, RolloutState, ToolStatus, Verdict
+from agl_server.health.rollouts import show_message
 from agl_server.reading.explained import RolloutEntry, RolloutReport, entries_of, is_superseded, reports_of
 from agl_server.reading.runs import PREFERENCES, open_store, read_settings
 from agl_server.training.rollouts import read_attempts
@@ -89,7 +89,7 @@ def _texts(report: RolloutReport) -> list[str]:
         messages += [*transition.messages, transition.response]
     attempt = report.entry.attempt
     result = None if attempt is None else attempt.result
-    return [str(report.entry.rollout.task.input), *map(message_text, messages), str(result)]
+    return [str(report.entry.rollout.task.input), *map(show_message, messages), str(result)]
 
 
 @dataclass(frozen=True, slots=True)
