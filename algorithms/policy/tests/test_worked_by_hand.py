@@ -16,8 +16,9 @@ from torch.distributions import Categorical, kl_divergence
 from agl_algorithms.grpo import Grpo
 from agl_algorithms.plugin import GrpoOptions, PpoOptions, ReinforceOptions
 from agl_algorithms.policy_gradient import Logprobs
-from agl_algorithms.ppo import Ppo, explained_variance
+from agl_algorithms.ppo import Ppo, explained_variance, gae_across_calls
 from agl_algorithms.reinforce import Reinforce
+from agl_core.types.episodes import Moment
 
 from .conftest import Row, make_samples
 
@@ -146,6 +147,19 @@ def test_choices_of_a_call_stand_side_by_side() -> None:
     expected = (returns - returns.mean()) / returns.std()
     advantages = Reinforce(ReinforceOptions(across_calls=True)).advantages(samples)
     torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_across_calls_of_threads_with_what_others_earn() -> None:
+    # A rollout's trained calls: turn 0, and turn 1 of a sub-agent that it started. The call of turn 2 is another's.
+    samples = make_samples([Row(0, 0, 7.0, (True,)), Row(0, 1, 0.5, (True,)), Row(0, 1, 1.0, (True,))])
+    below = ((0, 1),)
+    calls = [[Moment(0, (), 7.0)], [Moment(0, (), 0.5), Moment(1, below, 1.0), Moment(2, (), 2.0)]]
+    advantages = gae_across_calls(
+        dataclasses.replace(samples, calls=calls), torch.tensor([5.0, 3.0, 4.0]), gamma=0.5, lam=0.5
+    )
+    # The sub-agent leads to turn 2, a reward of its step: 1 + 2 − 4. So does turn 0, with the sub-agent's own reward,
+    # discounted: 0.5 + 2 + 0.5 · 1 − 3.
+    assert advantages.tolist() == [2.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize("rewards", [(0.3, 0.1 + 0.2, 0.3, 0.6 - 0.3, 0.1 + 0.1 + 0.1), (0.1 + 0.2 - 0.3, 0.0)])

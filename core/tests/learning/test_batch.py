@@ -21,6 +21,7 @@ from agl_core.testing import engines
 from agl_core.testing import episodes as make
 from agl_core.testing.engines import Row
 from agl_core.types import Batch, Call, CreditKind, DropReason, Ending, Episode, FinishReason, TransitionKey
+from agl_core.types.episodes import Moment
 
 
 def shape(episode: Episode) -> list[tuple[Any, ...]]:
@@ -238,8 +239,10 @@ def test_each_policy_takes_rewards_or_returns_by_its_own_rule_over_the_whole_gro
     assert list(batches) == ["author", "judge"]
     author, judge = batches.values()
     assert (author.kind, judge.kind) == (CreditKind.REWARD, CreditKind.RETURN)
-    # What the judge earns comes to the author's call before it, and not the other way round.
-    assert author.values_N.tolist() == [800.0 + 801.0, 802.0 + 803.0] * 2
+    # What the judge earns is beside the author's rewards, and not the other way round.
+    assert author.values_N.tolist() == [800.0, 802.0] * 2
+    assert [[call.reward for call in of_rollout] for of_rollout in author.calls] == [[800.0, 801.0, 802.0, 803.0]] * 2
+    assert not judge.calls
     assert judge.values_N.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert (author.turn_N.tolist(), judge.turn_N.tolist()) == ([0, 2, 0, 2], [1, 3, 1, 3])
     # A policy whose agents are not trained has no batch, and its credit is recorded.
@@ -330,9 +333,8 @@ def test_a_subset_keeps_what_belongs_to_its_transitions() -> None:
     assert [key.call for key in part.keys] == ["c2", "c0"]
 
 
-def test_rewards_of_calls_that_are_left_out_go_to_the_calls_before_them() -> None:
-    batch = replace(batch_of((1, 1), (1, 0), (1, 1)), kind=CreditKind.REWARD)
-    usable = filter_trainable(batch, context_length=8, vocabulary=1000)
-    assert usable.batch.values_N.tolist() == [0.5 + 1.5, 2.5]
-    returns = filter_trainable(replace(batch, kind=CreditKind.RETURN), context_length=8, vocabulary=1000)
-    assert returns.batch.values_N.tolist() == [0.5, 2.5], "returns contain them already"
+def test_rewards_of_calls_that_are_left_out_stay_in_time() -> None:
+    calls = [[Moment(turn, (), turn + 0.5) for turn in range(3)]]
+    batch = replace(batch_of((1, 1), (1, 0), (1, 1)), kind=CreditKind.REWARD, calls=calls)
+    usable = filter_trainable(batch, context_length=8, vocabulary=1000).batch
+    assert (usable.values_N.tolist(), usable.turn_N.tolist(), usable.calls) == ([0.5, 2.5], [0, 2], calls)

@@ -22,6 +22,7 @@ from agl_core.learning.transitions import build_episode
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.types import CreditKind, Episode, Reward, ToolStatus, Transition, TransitionKey, episode_return
+from agl_core.types.episodes import gae
 
 REWARDS = st.floats(-2, 2, width=32)
 
@@ -250,5 +251,8 @@ def test_a_call_is_worth_the_same_whoever_else_is_trained(
 
 def worth_of_the_first(credit: PolicyCredit, one: Episode, *agents: str) -> float:
     """The first call's worth to the algorithm, which adds rewards up and takes returns as they are."""
-    values = trained_on(credit, [one], *agents)
-    return sum(values.values()) if credit.kind is CreditKind.REWARD else values[one.transitions[0].key]
+    [batch] = make_batches([[one]], BatchPlan({"default": credit}, agents)).batches.values()
+    if credit.kind is not CreditKind.REWARD:
+        return float(batch.values_N[0])
+    trained = {*batch.turn_N.tolist()}
+    return gae([m._replace(value=0.0 if m.turn in trained else None) for m in batch.calls[0]], 1.0, 1.0)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
 from collections import Counter
@@ -11,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from running_servers import run_worker
 
 from agl_core.cli.screen import Screen
+from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import (
     Attempt,
     FinishReason,
@@ -25,8 +28,11 @@ from agl_core.types import (
     ToolStatus,
     TrainingRecord,
 )
+from agl_core.wire import WORKER_KEY
 from agl_server.commands.train import print_summary
 from agl_server.health.certificate import digest
+from agl_server.store.sqlite import SqliteStore
+from agl_server.testing import running_stack
 from agl_server.training.checkpoints import RunState
 from agl_server.training.metrics import Summary
 
@@ -114,6 +120,67 @@ def test_conversations_are_a_tree_and_a_sub_agents_call_is_explained_like_any_ot
     below = lines[lines.index(heads[2]) : lines.index(heads[3])]
     assert "      step 3: credit 1  advantage -0.75  weight in the loss 0.5" in below
     assert "      step 3: dropped: housekeeping" in lines[: lines.index(heads[1])]
+
+
+TEAM = """
+import asyncio, json
+import agl_core
+from openai import AsyncOpenAI
+
+async def talk(agent, prompt, answer):
+    messages = [{"role": "system", "content": agent}, {"role": "user", "content": prompt}]
+    while True:
+        with agl_core.agent(agent):
+            reply = (await AsyncOpenAI().chat.completions.create(model="any", messages=messages)).choices[0].message
+        if not reply.tool_calls:
+            return reply.content
+        results = await asyncio.gather(*(answer(json.loads(call.function.arguments)) for call in reply.tool_calls))
+        told = zip(reply.tool_calls, results, strict=True)
+        messages.append(reply.model_dump(exclude_none=True))
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": result} for call, result in told]
+
+async def look(arguments):
+    return "found"
+
+async def ask(arguments):
+    return await talk(arguments["agent"], arguments["prompt"], look)
+
+async def solve(task):
+    return await talk("lead", task, ask)
+"""
+
+
+def test_sub_agents_side_by_side_are_credited_apart_and_lead_to_what_their_parent_earns(run: Any) -> None:
+    """A lead asks a reader, who uses a tool, and a writer. A tool that works earns 0.25, the right answer 1."""
+    (run.folder / "team.py").write_text(TEAM)
+    asked = [("ask", {"agent": name, "prompt": f"What would a {name} say of 6 * 7?"}) for name in ("reader", "writer")]
+    says = {
+        "lead": [CallTools(asked), Say("42")],
+        "reader": [CallTools([("look", {})]), Say("6")],
+        "writer": [Say("7")],
+    }
+
+    async def play() -> None:
+        async with SqliteStore(run.store) as store, running_stack(store=store) as stack:
+            stack.upstream.answer = lambda received: says[received.items[0]["content"]][received.turns]
+            key = {WORKER_KEY: stack.server.worker_key}
+            await run_worker(stack, run.planned(4, "m0"), run.folder, "--set=agent.entry=team:solve", **key)
+
+    asyncio.run(play())
+
+    drawn = [line.rstrip() for line in shown(run, "s4-g0-m0").splitlines()]
+    assert "  conversations: 1 main, 2 sub-agent" in drawn
+    assert sum(line.startswith("    turn ") and "sub-agent of turn 0" in line for line in drawn) == 3
+    rule = "--set=credit={name='discounted', discounted={gamma=0.9}}"
+    tried = run.agl("reward", "try", "--yes", "train.toml", "--rollout=s4-g0-m0", rule).output
+    credit = sorted(re.findall(r"^ \d +(\w+).* → (\S+) \* *$", tried, re.MULTILINE))
+    assert credit == sorted([
+        ("lead", "1"),
+        ("reader", "0.9"),  # 0.9 · 1: the lead goes on with what it said.
+        ("reader", "1.06"),  # 0.25 + 0.9 · 0.9
+        ("writer", "0.9"),  # 0.9 · 1, however long the reader takes.
+        ("lead", "1.625"),  # 0.5 + 0.9 · (1 + 0.25)
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(

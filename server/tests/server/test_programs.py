@@ -100,6 +100,10 @@ def test_the_tree_of_each_program(program: str) -> None:
         ids = {call.id for call in session.calls}
         lineages = {place.lineage.number: place.lineage for place in places}
         assert all((lineage.parent in ids) == (lineage.kind is not LineageKind.MAIN) for lineage in lineages.values())
+        turn_of = {call.id: turn for turn, call in enumerate(session.calls)}
+        for lineage in lineages.values():
+            started = [turn_of[lineage.parent]] if lineage.kind is LineageKind.SUB_AGENT else []
+            assert [start for start, _ in lineage.thread] == started, "compactions go on"
         for number in lineages:
             turns = [place.agent_turn for place in places if place.lineage.number == number]
             assert turns == list(range(len(turns)))
@@ -107,6 +111,24 @@ def test_the_tree_of_each_program(program: str) -> None:
     longest = max(kinds, key=len)
     assert dict(longest) == {LineageKind.MAIN: 1, **expected[program]}
     assert len(kinds) <= 2, "with compaction, and without"
+
+
+def test_a_sub_agent_that_nothing_comes_after_goes_on_in_the_thread_of_its_parent() -> None:
+    work = [message("system", "You work."), message("user", "Repair the shop.")]
+    called = {"id": "t", "type": "function", "function": {"name": "ask", "arguments": '{"prompt": "Look for it."}'}}
+    asked = message("assistant", None, tool_calls=[called])
+    below = [message("system", "You look."), message("user", "Look for it.")]
+    told = message("tool", "in the till", tool_call_id="t")
+    calls = [
+        make.call(0, make.choice(message=asked), request={"messages": work, "tools": tools("ask")}),
+        make.call(1, make.choice(message=message("assistant", "in the till")), request={"messages": below}),
+        make.call(2, request={"messages": [*work, asked, told], "tools": tools("ask")}),
+    ]
+    assert [place.lineage.thread for place in places_of(calls)] == [(), ((0, 1),), ()]
+    ended = places_of(calls[:2])
+    assert [(place.lineage.kind, place.lineage.thread) for place in ended] == [
+        (LineageKind.MAIN, ()), (LineageKind.SUB_AGENT, ()),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("housekeeping", ["drop", "keep"])
