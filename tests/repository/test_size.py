@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48677,
+    "lines of the product": 48705,
     "files of the product": 243,
-    "lines of the core": 14951,
-    "lines of the server": 13387,
+    "lines of the core": 14945,
+    "lines of the server": 13437,
     "lines of the largest room of both": 2875,
     "modules in a circle of imports": 0,
-    "lines of all Python": 109500,
-    "words of Markdown": 78579,
+    "lines of all Python": 109803,
+    "words of Markdown": 78703,
     "files that one call passes": 36,
     "settings": 200,
 }

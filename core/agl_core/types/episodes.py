@@ -222,7 +222,7 @@ class Moment(NamedTuple):
     thread: Thread
     reward: float
     value: float | None = None
-    """Of its state; None for a call of the environment."""
+    """The value of its state; None for a call of the environment."""
 
 
 def gae(calls: Sequence[Moment], gamma: float, lam: float, terminal: float = 0.0) -> list[float]:

@@ -22,7 +22,7 @@ class Node:
 
     reward: float
     value: float = 0.0
-    """Of its state."""
+    """The value of its state."""
     is_trained: bool = True
     started: Sequence[Sequence[Node]] = ()
 
