@@ -87,6 +87,7 @@ PROGRAMS: tuple[Program, ...] = (
         variables={
             "CLAUDE_CONFIG_DIR": "{home}/.claude",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",  # Each call says what it is for.
             "DISABLE_AUTOUPDATER": "1",
             "IS_SANDBOX": "1",  # Otherwise root may not bypass permissions.
         },

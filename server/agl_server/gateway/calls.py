@@ -132,7 +132,7 @@ class Gateway:
             if not parsed.model:
                 served = self.current_destination(attempt).upstream.models
                 parsed = parsed.named(request.path_params.get("deployment"), served)
-            marks = marks_of(parsed.recorded, request.headers.get("user-agent", ""))
+            marks = marks_of(parsed.recorded, request.headers)
             if (name := request.headers.get(HEADER_AGENT)) is not None:
                 marks = Marks(marks.program, agent=unquote(name))
             if texts := replaced_prompts(self._prompts, attempt.rollout, marks.agent):

@@ -33,6 +33,8 @@ Each counts whoever sends it: Qwen Code has Claude Code's first one too, and aid
 _OWN_PURPOSES = re.compile("|".join(_OWN_PURPOSE.values()))
 _LAST_MESSAGE = re.compile(r"\[SUGGESTION MODE: |The user stepped away and is coming back\. Recap")
 """Beginnings of Claude Code's messages that ask for a suggestion or a recap, at the end of the user's conversation."""
+_CLAUDE_CLASS = "x-claude-code-request-class"
+"""Header of Claude Code, if CLAUDE_CODE_GATEWAY_HINT_HEADERS is set: main, subagent, compaction, auxiliary, …"""
 _CODEX = frozenset({"memory", "prewarm", "thread_title", "memory_consolidation", "guardian_review"})
 """Values of `request_kind` and `thread_source` in Codex's metadata (0.171)."""
 
@@ -46,26 +48,29 @@ class Marks(NamedTuple):
     housekeeping: Housekeeping | None = None
 
 
-def marks_of(request: Mapping[str, Json], user_agent: str) -> Marks:
+def marks_of(request: Mapping[str, Json], headers: Mapping[str, str]) -> Marks:
     """The marks of a program on a request, as it is recorded.
 
-    >>> marks_of({"messages": []}, "claude-cli/2.1.332 (external, cli)").program
+    >>> marks_of({"messages": []}, {"user-agent": "claude-cli/2.1.332 (external, cli)"}).program
     'claude'
     >>> instructions = {"role": "system", "content": "You are a title generator. You output ONLY"}
-    >>> str(marks_of({"messages": [instructions]}, "").housekeeping)
+    >>> str(marks_of({"messages": [instructions]}, {}).housekeeping)
     'program'
     """
-    known = _PROGRAMS.match(user_agent)
+    known = _PROGRAMS.match(headers.get("user-agent", ""))
     program = known[known.lastindex or 0].lower() if known else None
     metadata = _codex_metadata(request)
     is_own = any(map(_OWN_PURPOSES.match, _instructions(request["messages"])))
+    is_own |= headers.get(_CLAUDE_CLASS) == "auxiliary"
     is_own |= not _CODEX.isdisjoint((metadata.get("request_kind"), metadata.get("thread_source")))
     if program == "claude":
         last = [message_text(message.get("content")).strip() for message in request["messages"][-1:]]
         is_own |= any(map(_LAST_MESSAGE.match, last))
     agent = metadata.get("agent_name")
-    is_sub_agent = isinstance(agent, str) and agent.strip("/") not in ("", "root")
-    return Marks(program, agent if is_sub_agent else None, Housekeeping.PROGRAM if is_own else None)
+    if not isinstance(agent, str) or agent.strip("/") in ("", "root"):
+        is_sub_agent = "subagent" in (metadata.get("thread_source"), headers.get(_CLAUDE_CLASS))
+        agent = headers.get("x-claude-code-agent-type", "sub-agent") if is_sub_agent else None
+    return Marks(program, agent, Housekeeping.PROGRAM if is_own else None)
 
 
 def _instructions(messages: list[dict[str, Any]]) -> Iterator[str]:

@@ -206,17 +206,18 @@ class _Tree:
     """By the digest of their messages, the latest first."""
     _answered: dict[int, list[_Node]] = field(default_factory=dict)
     """By the digest of their messages with a reply, the latest first."""
-    _waiting: dict[str, tuple[_Node, list[str]]] = field(default_factory=dict)
-    """Tool calls without a result, by id: the call that asked, and the texts in its arguments."""
+    _delegated: dict[str, tuple[_Node, list[str]]] = field(default_factory=dict)
+    """Tool calls that started no lineage yet, by id: the call that asked, and the texts in its arguments."""
+    _answered_ids: set[str] = field(default_factory=set)
+    """Ids of tool calls with a result."""
 
     def __post_init__(self) -> None:
         for at, node in enumerate(self.nodes):
             node.turn, node.before, node.after = 0, None, None
             self._place(node, self.nodes[:at][::-1])
-            for message in messages_of(node.call):
-                self._waiting.pop(str(message.get("tool_call_id")), None)
+            self._answered_ids.update(str(message.get("tool_call_id")) for message in messages_of(node.call))
             for tool_call in (called for choice in node.call.choices for called in tool_calls_of(choice.message)):
-                self._waiting[tool_call["id"]] = node, [*_texts_in(function_of(tool_call)[1])]
+                self._delegated[tool_call["id"]] = node, [*_texts_in(function_of(tool_call)[1])]
             self._asked.setdefault(node.prefixes[-1], []).insert(0, node)
             for digest, _ in node.replies:
                 self._answered.setdefault(digest, []).insert(0, node)
@@ -260,11 +261,16 @@ class _Tree:
         return None
 
     def _delegating(self, node: _Node) -> _Node | None:
-        """The call that waits for the tool call which started this one, if one did."""
-        for id, (parent, texts) in self._waiting.items():
+        """The call whose tool call started this one, if one did: it waits for it, unless it runs in the background."""
+        is_sub_agent = node.call.program is not None and node.call.agent is not None
+        for id, (parent, texts) in self._delegated.items():
             is_other = (node.system, node.tools) != (parent.system, parent.tools) or not node.is_alike(parent)
-            if is_other and any(_is_part(text, node.opening) for text in texts):
-                del self._waiting[id]
+            is_open = is_sub_agent or id not in self._answered_ids
+            if is_other and any(
+                _is_part(text, node.opening) if is_open else len(text) >= _MIN_QUOTE and node.opening.endswith(text)
+                for text in texts
+            ):
+                del self._delegated[id]
                 return parent
         return None
 

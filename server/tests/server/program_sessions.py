@@ -68,7 +68,7 @@ class Session:
                 for n, (tool, given) in enumerate(calls.items())
             ]
         request = {"messages": messages, **({"tools": offered} if offered else {}), **more}
-        marks = marks_of(request, AGENTS[self.program])._asdict()
+        marks = marks_of(request, {"user-agent": AGENTS[self.program]})._asdict()
         choice = make.choice(message=answer)
         asked = Sampling(max_tokens=limit)
         self.calls.append(make.call(number, choice, request=request, requested=asked, **marks))
@@ -129,9 +129,14 @@ def codex(s: Session) -> None:
     task, offered = s.task, tools("exec_command", "spawn_agent")
     talk = [*system, message("user", "<environment>bash</environment>"), message("user", task)]
     talk = s.ask(talk, offered, "", {"spawn_agent": {"message": f"Read all tests first. {task}"}}, **meta())
-    below = {"agent_name": "/root/reader", "thread_source": "subagent"}
-    inner = [*system, message("user", f"Read all tests first. {task}")]
-    inner = s.ask(inner, offered, "", {"exec_command": {"cmd": "ls"}}, **meta(thread="b", **below))
+    # The sub-agent runs beside: its first call may come before or after the next one of the main thread.
+    inner, below = [*system, message("user", f"Read all tests first. {task}")], {"thread_source": "subagent"}
+    talk = s.answer(talk, '{"agent_id": "b"}')
+    if s.chance.random() < 0.5:
+        inner = s.ask(inner, offered, "", {"exec_command": {"cmd": "ls"}}, **meta(thread="b", **below))
+    talk = s.ask(talk, offered, "", {"wait_agent": {"targets": ["b"]}}, **meta())
+    if inner[-1]["role"] == "user":
+        inner = s.ask(inner, offered, "", {"exec_command": {"cmd": "ls"}}, **meta(thread="b", **below))
     s.ask(s.answer(inner), offered, "They are read.", **meta(thread="b", **below))
     talk = s.ask(s.answer(talk, "They are read."), offered, "", {"exec_command": {"cmd": "make"}}, **meta())
     name = [message("user", f"Name this thread: {task}")]

@@ -118,14 +118,29 @@ async def test_what_a_program_asks_for_itself_is_housekeeping(
 
 
 async def test_codex_says_which_agent_asks_and_for_what(stack: Stack, key: AttemptKey) -> None:
-    kinds = ({"request_kind": "turn", "agent_name": "/root/reader"}, {"request_kind": "memory", "agent_name": "/root"})
+    kinds = (
+        {"request_kind": "turn", "agent_name": "/root/reader"},
+        {"request_kind": "turn", "agent_name": "/root", "thread_source": "subagent"},
+        {"request_kind": "memory", "agent_name": "/root"},
+    )
     for kind in kinds:
         metadata = {"x-codex-turn-metadata": json.dumps(kind)}
         await post(
             stack, key, {**REQUEST, "client_metadata": metadata}, "responses", **{"User-Agent": "codex_exec/0.171"}
         )
     said = [(call.program, call.agent, call.housekeeping) for call in await stack.calls(key)]
-    assert said == [("codex", "/root/reader", None), ("codex", None, Housekeeping.PROGRAM)]
+    own = ("codex", None, Housekeeping.PROGRAM)
+    assert said == [("codex", "/root/reader", None), ("codex", "sub-agent", None), own]
+
+
+async def test_claude_code_says_which_agent_asks_and_for_what(stack: Stack, key: AttemptKey) -> None:
+    for kind in ("main", "subagent", "auxiliary", "compaction"):
+        headers = {"x-claude-code-request-class": kind}
+        if kind == "subagent":
+            headers["x-claude-code-agent-type"] = "Explore"
+        await post(stack, key, SMALLEST["messages"], "messages", **headers)
+    said = [(call.agent, call.housekeeping) for call in await stack.calls(key)]
+    assert said == [(None, None), ("Explore", None), (None, Housekeeping.PROGRAM), (None, None)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
