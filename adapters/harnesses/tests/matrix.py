@@ -6,6 +6,7 @@ the next step.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +24,17 @@ SCENARIOS = {
     "parallel": "two tools in one reply",
     "sub-agent": "it has a sub-agent run a command",
     "compaction": "its history is full, and it asks for a summary",
+    "housekeeping": "it makes calls for itself, which are told from work",
+    "sandbox": "bubblewrap, a test that fails, then passes, and the reward of the hidden one",
     "two at once": "two attempts in one workspace",
     "killed": "its process is killed during a call",
     "hangs": "a reply never comes, and time is up",
 }
 FINAL = "All of it is done."
 SUMMARY, SUBTASK = "A summary so far", "This is a part of RUN"
+TITLE = "A title of"
+_OWN = re.compile(r"generates concise, one-line Git commit messages|managed memory extraction subagent")
+"""Instructions of programs whose housekeeping has tools as work has, or whose work has none."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +48,24 @@ class Tools:
     """Who offers it is no title and no summary."""
     sub_agent: Callable[[str], ToolCall] | None = None
     """Has a sub-agent follow a prompt."""
+    waits: Callable[[str], ToolCall] | None = None
+    """Waits for the sub-agent, if it runs beside; takes what the tools have said so far."""
     summarises: str = ""
     """A regular expression for the message that asks for a summary of the history."""
     writes_files: bool = False
     """Its model has no tools: a reply has whole files."""
     submits: bool = False
     """It ends by a command, not by an answer."""
+    model: str = "agl"
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    own_arguments: tuple[str, ...] = ()
+    """Settings with which it makes calls for itself."""
+    own_variables: Mapping[str, str] = field(default_factory=dict)
+    own_prompt: Callable[[str], str] = str
+    """The prompt as it reads it with these settings."""
+    own_scenarios: tuple[str, ...] = ("tests",)
+    sandbox_arguments: tuple[str, ...] = ()
     failed: str = "error"
     """The status of a command that fails."""
     loses_result: bool = False
@@ -72,14 +88,36 @@ TOOLS: dict[str, Tools] = {
         ),
         summarises=r"create a detailed summary of",
         variables={"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "100000"},
+        own_arguments=("--input-format=stream-json",),
+        own_variables={"CLAUDE_CODE_EMIT_TOOL_USE_SUMMARIES": "1"},
+        own_prompt=lambda prompt: "\n".join(
+            json.dumps(line)
+            for line in (
+                {"type": "user", "message": {"role": "user", "content": prompt}},
+                {
+                    "type": "control_request",
+                    "request_id": "title",
+                    "request": {"subtype": "generate_session_title", "description": prompt, "persist": True},
+                },
+            )
+        ),
     ),
     "codex": Tools(
         shell=lambda command: ("exec_command", {"cmd": command, "yield_time_ms": 20000}),
-        edit=lambda path, text: ("exec_command", {"cmd": f"cat > {path} <<'E'\n{text}\nE"}),
+        edit=lambda path, text: (
+            "apply_patch",
+            {"input": f"*** Begin Patch\n*** Add File: {path}\n+{text}\n*** End Patch"},
+        ),
         shell_name="exec_command",
+        sub_agent=lambda prompt: ("multi_agent_v1__spawn_agent", {"message": prompt}),
+        waits=lambda said: (
+            "multi_agent_v1__wait_agent",
+            {"targets": re.findall(r'"agent_id":\s*"([^"]+)"', said), "timeout_ms": 60000},
+        ),
         summarises=r"CONTEXT CHECKPOINT COMPACTION",
+        model="gpt-5.5",  # For a model that it does not know, it has no `apply_patch`.
         arguments=("-c", "model_auto_compact_token_limit=100000"),
-        gaps={"sub-agent": "its sub-agents, a `namespace` of tools, were not played"},
+        own_arguments=("-c", "features.memories=true", "-c", "memories.min_rollout_idle_hours=0"),
     ),
     "opencode": Tools(
         shell=lambda command: ("bash", {"command": command, "description": "Run it"}),
@@ -103,6 +141,7 @@ TOOLS: dict[str, Tools] = {
             {"description": "Look", "prompt": prompt, "subagent_type": "general-purpose", "run_in_background": False},
         ),
         summarises=r"(?i)state_snapshot",
+        own_scenarios=(),  # Its memory is asked when the first reply is the last.
     ),
     "mini-swe-agent": Tools(
         shell=lambda command: ("bash", {"command": command}),
@@ -112,6 +151,7 @@ TOOLS: dict[str, Tools] = {
         gaps={
             "sub-agent": "it has no sub-agents",
             "compaction": "it keeps its whole history",
+            "housekeeping": "all of its calls are work",
         },
     ),
     "aider": Tools(
@@ -120,6 +160,8 @@ TOOLS: dict[str, Tools] = {
         shell_name="",
         writes_files=True,
         arguments=("--auto-test", "--test-cmd", "grep -q Hello $AGL_ROLLOUT*.txt || { echo 1 failed; exit 3; }"),
+        own_arguments=("--git",),
+        sandbox_arguments=("--auto-test", "--test-cmd", "python3 check.py"),
         gaps={
             "long": _NO_TOOLS,
             "parallel": _NO_TOOLS,
@@ -138,26 +180,34 @@ class Play:
     name: str
     """A word that is in all of the attempt's conversations, and in the results of its tools."""
     scenarios: Sequence[str]
+    is_own: bool = False
+    """The program has the settings with which it makes calls for itself."""
     expected: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Status and a text of the result of each tool call that was asked for, by its id."""
     seen: set[str] = field(default_factory=set)
     """Of sub-agent and compaction, those that the program came to."""
+    said: str = ""
+    """The results of tools in the conversation that is answered."""
 
     @property
     def prompt(self) -> str:
-        return f"-Do all that is asked. RUN {self.name}"
+        prompt = f"-Do all that is asked. RUN {self.name}"
+        return self.tools.own_prompt(prompt) if self.is_own else prompt
 
     def answer(self, received: Received) -> Step:
         text = "\n".join(map(text_of, received.items))
+        self.said = "\n".join(text_of(item) for item in received.items if item.get("role") == "tool")
+        if _OWN.search(text):
+            return Say(f"{TITLE} {self.name}")
         if self.tools.writes_files:
-            edit = self.edit if "1 failed" in newest(received) else "A draft"
+            edit = self.edit if "1 failed" in newest(received) else "# A draft"
             return Say(f"{Path(self.edited).name}\n```\n{edit}\n```\n{FINAL}")
         results = sum(item.get("role") == "tool" for item in received.items)
         if self.tools.summarises and re.search(self.tools.summarises, newest(received)):
             self.seen.add("compaction")
             return Say(f"{SUMMARY} of RUN {self.name}.")
         if self.tools.shell_name not in offered(received):
-            return Say(f"A title of {self.name}")
+            return Say(f"{TITLE} {self.name}")
         if SUBTASK in text and not any(SUBTASK in str(item.get("tool_calls")) for item in received.items):
             self.seen.add("sub-agent")
             below = (self.tools.shell(f"echo {self.name} below"), "ok", f"{self.name} below")
@@ -199,7 +249,10 @@ class Play:
         }
         if self.tools.sub_agent is not None:
             asked = self.tools.sub_agent(f"{SUBTASK} {name}: run the command.")
-            steps["sub-agent"] = [[(asked, "ok", f"The sub-agent of {name} is done.")]]
+            done = f"The sub-agent of {name} is done."
+            steps["sub-agent"] = [[(asked, "ok", done if self.tools.waits is None else "agent_id")]]
+            if self.tools.waits is not None:
+                steps["sub-agent"] += [[(self.tools.waits(self.said), "ok", done)]]
         for scenario in SCENARIOS:
             yield from steps.get(scenario, ()) if scenario in self.scenarios else ()
 
@@ -215,6 +268,24 @@ class Play:
     def breaks(self) -> int:
         """Replies that may be followed by another history than their own."""
         return int("compaction" in self.scenarios)
+
+
+class Repair(Play):
+    """Has the program write what a test of its workspace needs, and run that test before and behind."""
+
+    def _steps(self) -> Iterator[list[tuple[ToolCall, str, str]]]:
+        check = self.tools.shell("pwd; python3 check.py")
+        yield [(check, self.tools.failed, "1 failed")]
+        yield [(self.tools.edit(self.edited, self.edit), "ok", "")]
+        yield [(check, "ok", "1 passed")]
+
+    @property
+    def edited(self) -> str:
+        return next(iter(re.findall(r"/\S*/workspace\b", self.said)), "") + "/calc.py"
+
+    @property
+    def edit(self) -> str:
+        return "def add(a, b): return a + b"
 
 
 class Stuck(Play):
