@@ -163,7 +163,7 @@ def test_environment_variables_are_read_by_somebody() -> None:
 
 
 SBATCH = DEPLOY / "slurm" / "train.sbatch"
-SCRIPTS = [DEPLOY / "train-or-resume", SBATCH]
+SCRIPTS = [DEPLOY / "train-or-resume", DEPLOY / "containers" / "kubernetes-job", SBATCH]
 ENDED_BY_SLURM = (0, -signal.SIGTERM, -signal.SIGKILL)
 """A job that was queued again: Slurm ends it, unless it comes to its own end before."""
 RAY_KEYS = ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN"]

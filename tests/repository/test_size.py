@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48705,
+    "lines of the product": 48765,
     "files of the product": 243,
     "lines of the core": 14945,
-    "lines of the server": 13437,
+    "lines of the server": 13448,
     "lines of the largest room of both": 2875,
     "modules in a circle of imports": 0,
-    "lines of all Python": 109803,
-    "words of Markdown": 78703,
+    "lines of all Python": 110255,
+    "words of Markdown": 79045,
     "files that one call passes": 36,
-    "settings": 200,
+    "settings": 201,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""

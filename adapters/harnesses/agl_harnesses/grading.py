@@ -121,7 +121,8 @@ class TestsPassOptions(Section):
     timeout: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Seconds that the tests may take."""
     python: str | None = None
-    """A Python that has pytest, for instance '.venv/bin/python' of the setup; absent: agl's own, without plugins."""
+    """A Python that has pytest, for instance '.venv/bin/python' of the setup; absent: agl's own, without
+    plugins, or a container's `python3`."""
 
 
 def tests_pass(options: TestsPassOptions, config: RunConfig | None) -> RewardRule:
@@ -200,7 +201,8 @@ async def _run_tests(
             raise ConfigError("tests_pass needs pytest: install it beside agl, or name a `python` that has it.")
         for file in files:
             controls |= await asyncio.to_thread(_add_controls, root, file)
-        program = sys.executable if options.python is None else f"{workspace.mount}/{options.python}"
+        own = "python3" if workspace.section.runner == "command" else sys.executable
+        program = own if options.python is None else os.path.join(workspace.mount, options.python)
         command = [
             program,
             "-I",
@@ -291,14 +293,9 @@ async def run_confined(
 
     `more` are further arguments of `confined`.
     """
-    environment = {
-        "PATH": os.environ.get("PATH", os.defpath),
-        "HOME": str(home),
-        "TMPDIR": str(home),
-        **workspace.variables,
-        **variables,
-    }
-    places: Any = {"workspace": workspace.path, "home": home, "mount": workspace.mount, **more}
+    own = {"HOME": str(home), "TMPDIR": str(home), **workspace.variables, **variables}
+    environment = {"PATH": os.environ.get("PATH", os.defpath), **own}
+    places: Any = {"workspace": workspace.path, "home": home, "mount": workspace.mount, "variables": own, **more}
     async with confined(command, section=workspace.section, **places) as line:
         process = await asyncio.create_subprocess_exec(
             *line,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -21,7 +20,7 @@ from agl_core.errors import AgentError
 from agl_core.protocols import Launch
 from agl_core.types import Json
 from agl_core.wire import Assignment
-from agl_harnesses.sandbox import confined
+from agl_harnesses.sandbox import confined, filled
 from agl_harnesses.workspace import Workspaces, task_source
 
 _FOLDERS = {
@@ -99,7 +98,8 @@ class ProgramHarness:
         self._workspaces = None if config is None else Workspaces.of(config)
         path = shutil.which(program.command[0])
         self._reads = [] if path is None else list(_installation(Path(path)))
-        if path is None:
+        is_elsewhere = self._workspaces is not None and self._workspaces.section.runner == "command"
+        if path is None and not is_elsewhere:
             remedy = f"Install it: {program.install}" if program.install else "Install it, or write its whole path."
             raise AgentError(f"harness '{program.name}': there is no program '{program.command[0]}' to run. {remedy}")
 
@@ -123,12 +123,12 @@ class ProgramHarness:
         command = []
         for word in self._program.command:
             own = getattr(self._options, "arguments", ()) if word == "{arguments}" else (word,)
-            command += [_filled(text, values) for text in own]
+            command += [filled(text, values) for text in own]
         variables = {
             **(workspace.variables if workspace else {}),
             **client_variables(values["{origin}"], assignment.key),
             **{name: str(home / path) for name, path in _FOLDERS.items()},
-            **{n: _filled(text, values) for n, text in {**self._program.variables, **self._options.variables}.items()},
+            **{n: filled(text, values) for n, text in {**self._program.variables, **self._options.variables}.items()},
         }
         if self._program.reads_prompt:
             command = ["sh", "-c", 'exec "$@" <"$0"', values["{prompt_file}"], *command]
@@ -144,7 +144,8 @@ class ProgramHarness:
             return {"text": self._program.answer(printed), "diff": workspace.diff()}
 
         places: Any = {"workspace": path, "mount": workspace.mount, "home": home, "gateway": base_url}
-        async with confined(command, section=workspace.section, reads=self._reads, **places) as confined_command:
+        places |= {"reads": self._reads, "variables": variables}
+        async with confined(command, section=workspace.section, **places) as confined_command:
             yield Launch(confined_command, path, variables, result)
 
     def _write_home(self, home: Path, values: Mapping[str, str]) -> None:
@@ -152,7 +153,7 @@ class ProgramHarness:
             (home / path).mkdir(parents=True, exist_ok=True)
         for path, text in {".gitconfig": _GIT, _PROMPT: "{prompt}", **self._program.files}.items():
             (home / path).parent.mkdir(parents=True, exist_ok=True)
-            (home / path).write_text(_filled(text, values))
+            (home / path).write_text(filled(text, values))
 
 
 def command_harness(options: CommandOptions, config: RunConfig | None) -> ProgramHarness:
@@ -162,10 +163,15 @@ def command_harness(options: CommandOptions, config: RunConfig | None) -> Progra
 
 
 def _installation(program: Path) -> Iterator[Path]:
-    """The folders that a program is installed in: those above `bin`, of the link and of its target."""
+    """The folders above `bin` of a program and of its interpreter, of links and of their targets."""
     for path in {program, program.resolve()}:
         folder = path.parents[1]
         yield path if Path.home().is_relative_to(folder) or folder == Path.home() / ".local" else folder
+    with program.open("rb") as file:
+        line = file.readline(4096)
+    words = [word for word in os.fsdecode(line[2:]).split() if not word.startswith("-") and not word.endswith("/env")]
+    if line.startswith(b"#!") and words and (interpreter := shutil.which(words[0])):
+        yield from _installation(Path(interpreter))
 
 
 def prompt_of(task_input: Json) -> str:
@@ -178,9 +184,3 @@ def prompt_of(task_input: Json) -> str:
     if not isinstance(prompt, str) or not prompt.strip() or "\0" in prompt:
         raise AgentError("A harness needs a prompt: the task's input has to be a text, or an object with 'prompt'.")
     return prompt
-
-
-def _filled(text: str, values: Mapping[str, str]) -> str:
-    """The text with its placeholders replaced, each once: a prompt's own braces stay as they are."""
-    parts = re.split("(" + "|".join(map(re.escape, values)) + ")", text)
-    return "".join(values.get(part, part) for part in parts)

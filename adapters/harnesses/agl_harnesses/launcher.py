@@ -79,6 +79,10 @@ def _become(command: list[str], settings: dict[str, Any]) -> NoReturn:
     """In the child: become the command."""
     try:
         os.setsid()
+        os.chdir(settings["folders"][0])
+        if settings["variables"]:
+            with open(settings["variables"]) as variables:
+                os.environ.update(json.load(variables))
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""How a program runs in a workspace: as a plain process, or by bubblewrap in a sandbox with the gateway alone.
+"""How a program runs in a workspace: as a plain process, or in a sandbox with the gateway alone, by bubblewrap or by a
+command of the user's that starts a container.
 
     program ─▶ 127.0.0.1:PORT (launcher, inside) ─▶ Unix socket ─▶ worker's process ─▶ gateway
 
@@ -16,10 +17,12 @@ import itertools
 import json
 import logging
 import os
+import re
+import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
@@ -49,6 +52,7 @@ async def confined(
     section: WorkspaceSection,
     gateway: str | None = None,
     reads: Iterable[Path] = (),
+    variables: Mapping[str, str] | None = None,
     mount: str | None = None,
     mounts: Sequence[tuple[str, str, str]] = (),
     alone: bool = False,
@@ -57,7 +61,8 @@ async def confined(
 
     `gateway` is the only address that it can reach, served as long as the context lasts; None: there is none. It may
     write to `workspace` and `home`, and in the sandbox to a /tmp of its own. `reads` are further files and folders that
-    it may read, for instance those of the program itself. ConfigError if the section cannot be kept here.
+    it may read, for instance those of the program itself. A container gets the `variables`; other runners inherit them.
+    ConfigError if the section cannot be kept here.
 
     `mount` is the workspace's path in the sandbox, and `mounts` are further ones there: `--bind` or `--ro-bind`, the
     path outside, the path inside. `alone`: if a process has outlived the one that had started it, the exit status is
@@ -72,13 +77,15 @@ async def confined(
         "disk": section.disk_mib and section.disk_mib * _MIB,
         "folders": [mount, str(home), *(inside for option, _, inside in mounts if option == "--bind")],
         "alone": alone,
+        "variables": None,
     }
     python, runner = [_PYTHON, "-I", "-S"], section.runner
     if mount != str(workspace):
-        if runner == "plain":
-            raise ConfigError(f"The workspace has to be at {mount}, which workspace.runner = 'plain' cannot do.")
+        if runner in ("plain", "command"):
+            raise ConfigError(f"The workspace has to be at {mount}, which workspace.runner = '{runner}' cannot do.")
         runner = "bubblewrap"
-    if not await asyncio.to_thread(_uses_bubblewrap, runner, shutil.which("bwrap")):
+    is_container = runner == "command"
+    if not is_container and not await asyncio.to_thread(_uses_bubblewrap, runner, shutil.which("bwrap")):
         yield [*python, launcher.__file__, json.dumps(settings), *command]
         return
     async with contextlib.AsyncExitStack() as stack:
@@ -91,11 +98,26 @@ async def confined(
             await stack.enter_async_context(_relay(own / "gateway", host, port))
             binds += ["--bind", str(own / "gateway"), _SOCKET]
         (own / "hosts").write_text(hosts)
+        if is_container:
+            shutil.copy(launcher.__file__, own / "launcher.py")
+            (own / "variables").write_text(json.dumps(dict(variables or {})))
+            settings |= {"socket": str(own / "gateway"), "variables": str(own / "variables")}
+            places = {"{workspace}": str(workspace), "{home}": str(home), "{sandbox}": str(own)}
+            places |= {"{name}": f"agl-{secrets.token_hex(8)}", "{user}": f"{os.getuid()}:{os.getgid()}"}
+            container = [filled(word, places) for word in section.wrap]
+            yield [*container, "python3", "-I", "-S", str(own / "launcher.py"), json.dumps(settings), *command]
+            return
         if not section.network:
             binds += ["--ro-bind", str(own / "hosts"), "/etc/hosts"]
         inside = [*python, _LAUNCHER, json.dumps(settings), *command]
         sandbox = _bubblewrap(workspace, mount, home, section, [*reads, *section.reads])
         yield [*sandbox, *itertools.chain(*mounts), *binds, "--", *inside]
+
+
+def filled(text: str, values: Mapping[str, str]) -> str:
+    """The text with its placeholders replaced, each once: a prompt's own braces stay as they are."""
+    parts = re.split("(" + "|".join(map(re.escape, values)) + ")", text)
+    return "".join(values.get(part, part) for part in parts)
 
 
 def _bubblewrap(workspace: Path, mount: str, home: Path, section: WorkspaceSection, reads: Iterable[Path]) -> list[str]:

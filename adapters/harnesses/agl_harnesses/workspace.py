@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -45,6 +46,8 @@ MAX_PATCH = MAX_RESULT * 3 // 4
 MAX_CHANGED = 64 << 20
 """Bytes of all changed files, before and after."""
 _SETUP_TAIL = 2000
+_KEPT = 30 * 24 * 3600
+"""Seconds that a cached copy is kept after its last use: longer than any attempt runs."""
 
 
 class WorkspaceError(AglError, RuntimeError):
@@ -105,11 +108,15 @@ class WorkspaceSection(WorkspaceSource):
     setup: str | None = None
     """A shell command that is run once in a copy of the source; attempts get copies of the result. It runs without a
     sandbox. Paths below the copy change with each attempt."""
-    runner: Literal["auto", "plain", "bubblewrap"] = "auto"
+    runner: Literal["auto", "plain", "bubblewrap", "command"] = "auto"
     """`bubblewrap`: a sandbox with a system that cannot be written, a /tmp of its own and no network but the gateway.
-    `plain`: a process of the same user, which can read what the user can. `auto`: bubblewrap if it works here."""
+    `plain`: a process of the same user, which can read what the user can. `auto`: bubblewrap if it works here.
+    `command`: `wrap` starts a container."""
+    wrap: tuple[str, ...] = ()
+    """The command that runs the command behind it in a container. It mounts the folders {workspace}, {home} and
+    {sandbox} at the same paths; {name} is different for each, {user} the worker's user and group."""
     network: bool = False
-    """True: the sandbox of bubblewrap has the machine's network."""
+    """True: the sandbox of bubblewrap has the machine's network; in a container nothing stands in for the gateway."""
     reads: tuple[Path, ...] = ()
     """Further folders that programs in the sandbox may read, such as those of a compiler outside of /usr."""
     memory_mib: Annotated[int, Field(ge=16)] | None = None
@@ -120,6 +127,13 @@ class WorkspaceSection(WorkspaceSource):
     """The space that the workspace and the home may take, in MiB; with more, all processes are ended."""
     ignore: tuple[str, ...] = ("__pycache__", "*.pyc", ".pytest_cache", "node_modules")
     """Files and folders that are no part of the patch, by name or, with a slash, by path; `*`, `?` and `[…]` match."""
+
+    @model_validator(mode="after")
+    def _is_wrapped(self) -> WorkspaceSection:
+        missing = [place for place in ("{workspace}", "{home}", "{sandbox}") if place not in " ".join(self.wrap)]
+        if (self.runner == "command") != bool(self.wrap) or (self.wrap and missing):
+            raise ValueError("runner 'command', and no other, needs `wrap` with {workspace}, {home} and {sandbox}")
+        return self
 
 
 def task_source(task_input: Json, where: str = "the task's input") -> WorkspaceSource | None:
@@ -183,7 +197,8 @@ class Workspaces:
         digest = hashlib.sha256(repr([*identity, source.files, self.section.setup]).encode()).hexdigest()[:32]
         pristine = self._cache / "trees" / digest
         with self._locked(digest):
-            if not pristine.is_dir():
+            is_new = not pristine.is_dir()
+            if is_new:
                 pristine.parent.mkdir(parents=True, exist_ok=True)
                 with TemporaryDirectory(dir=self._cache, prefix="new-") as new:
                     tree = Path(new) / "tree"
@@ -198,7 +213,17 @@ class Workspaces:
                         (tree / path).write_text(text)
                     self._set_up(tree)
                     tree.rename(pristine)
+            os.utime(pristine)
+        if is_new:
+            self._remove_unused()
         return pristine
+
+    def _remove_unused(self) -> None:
+        """Remove copies that no attempt has begun with for long. One that still runs needs its copy for the patch."""
+        for tree in (self._cache / "trees").iterdir():
+            with self._locked(tree.name), TemporaryDirectory(dir=self._cache, prefix="old-") as old:
+                if tree.is_dir() and tree.stat().st_mtime < time.time() - _KEPT:
+                    tree.rename(Path(old) / "tree")
 
     def _check_out(self, repository: str, commit: str, tree: Path) -> None:
         """Write the files of a commit to `tree`, as a repository of one commit."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,9 @@ from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_core.testing.scripts import Say
 from agl_core.types import Ending, Task
+from agl_core.wire import Assignment
 from agl_harnesses import grading
-from agl_harnesses.harness import prompt_of
+from agl_harnesses.harness import CommandOptions, command_harness, prompt_of
 from agl_server.testing import running_stack
 
 PROGRAM = """
@@ -81,6 +85,29 @@ async def test_a_program_solves_a_task_in_its_workspace(runner: str, tmp_path: P
     rule: Any = grading.tests_pass(grading.TestsPassOptions(), config)
     [reward] = await rule(episode)
     assert reward.value == 1.0
+
+
+@pytest.mark.parametrize("runner", [bubblewrap])
+async def test_a_program_finds_its_interpreter_in_the_sandbox(
+    runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As node lies elsewhere than what npm installs, and neither in /usr."""
+    for folder in ("node", "npm", "attempt"):
+        (tmp_path / folder / "bin").mkdir(parents=True)
+    shutil.copy(str(shutil.which("sh")), tmp_path / "node" / "bin" / "node-like")
+    program = tmp_path / "npm" / "bin" / "program"
+    program.write_text("#!/usr/bin/env node-like\necho started by $0\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'npm/bin'}:{tmp_path / 'node/bin'}:{os.environ['PATH']}")
+    tables: Any = {"workspace": {"runner": runner}}
+    config = UntrainedConfig.model_validate({"config_version": 1, "folder": tmp_path, **tables})
+    harness = command_harness(CommandOptions(command=("program",)), config)
+    fields: Any = {"mode": "train", "path": "/r", "key": "K", "task_split": "train", "task_id": "t", "task_input": ""}
+    assignment = Assignment.model_validate({"rollout": "r", "attempt": 0, **fields})
+    async with harness.launch(assignment, "http://127.0.0.1:9999", tmp_path / "attempt") as launch:
+        process = await asyncio.create_subprocess_exec(*launch.command, cwd=launch.folder, stdout=subprocess.PIPE)
+        printed, _ = await process.communicate()
+    assert printed.decode() == f"started by {program}\n"
 
 
 def test_a_prompt_is_a_text_or_is_missed_by_name() -> None:

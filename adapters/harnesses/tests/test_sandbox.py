@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from agl_core.errors import ConfigError
 from agl_harnesses.sandbox import confined
@@ -59,10 +60,12 @@ class Attempt:
             folder.mkdir()
             (folder / "there").touch()
 
-    async def start(self, command: list[str], gateway: str | None = None, **settings: Any) -> tuple[int, str]:
+    async def start(
+        self, command: list[str], gateway: str | None = None, variables: Any = None, **settings: Any
+    ) -> tuple[int, str]:
         """The exit status and the output of a command."""
         section = WorkspaceSection.model_validate(settings)
-        places = {"workspace": self.workspace, "home": self.home, "section": section}
+        places: Any = {"workspace": self.workspace, "home": self.home, "section": section, "variables": variables}
         async with confined(command, gateway=gateway, **places) as line:
             process = await asyncio.create_subprocess_exec(
                 *line,
@@ -120,6 +123,43 @@ async def test_the_sandbox_has_the_gateway_and_its_folders_alone(
     seen = json.loads(output)
     assert (seen["gateway"], seen["other"]) == ("/v1", "/v1")
     assert seen["paths"][:2] == [["there"], "FileNotFoundError"]
+
+
+CONTAINER = (
+    *("bwrap", "--unshare-all", "--die-with-parent", "--clearenv", "--setenv", "PATH", os.environ["PATH"]),
+    *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"),
+    *("--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),
+    *("--ro-bind", sys.base_prefix, sys.base_prefix, "--bind", "{workspace}", "{workspace}"),
+    *("--bind", "{home}", "{home}", "--ro-bind", "{sandbox}", "{sandbox}"),
+    *("--ro-bind", "{sandbox}/hosts", "/etc/hosts", "--setenv", "NAME", "{name} {user}"),
+)
+"""A container, as far as agl can tell, of the runner `command`."""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
+async def test_a_container_has_the_gateway_its_folders_and_its_variables(attempt: Attempt, urls: list[str]) -> None:
+    probe = PROBE.replace('"tmp":', '"variables": [os.getcwd(), os.environ.get("KEY"), os.environ["NAME"]], "tmp":')
+    hidden = str(attempt.root / "other_attempt")
+    command = ["python3", "-c", probe, urls[0], urls[1], hidden]
+    variables = {"HOME": str(attempt.home), "KEY": "a key"}
+    settings = {"runner": "command", "wrap": CONTAINER}
+    status, output = await attempt.start(command, gateway=urls[0], variables=variables, **settings)
+    assert status == 3, output
+    seen = json.loads(output)
+    folder, key, name = seen["variables"]
+    assert (seen["gateway"], seen["other"], seen["paths"]) == ("/v1", "URLError", ["FileNotFoundError"])
+    assert (folder, key) == (str(attempt.workspace), "a key")
+    assert name.startswith("agl-")
+    assert name.endswith(f" {os.getuid()}:{os.getgid()}")
+    assert (attempt.home / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"runner": "command"}, {"wrap": ["run", "{home}"], "runner": "command"}, {"wrap": CONTAINER}]
+)
+def test_a_container_that_lacks_a_folder_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"needs `wrap` with \{workspace\}, \{home\} and \{sandbox\}"):
+        WorkspaceSection.model_validate(settings)
 
 
 async def test_a_plain_process_passes_its_status_and_its_signals_on(attempt: Attempt, urls: list[str]) -> None:

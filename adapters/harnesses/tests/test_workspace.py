@@ -219,3 +219,14 @@ def test_texts_of_files_are_a_source_alone_or_over_a_folder(root: Path) -> None:
     over = workspaces(root).create(source.model_copy(update={"folder": Path("base")}), root / "over").path
     texts = {name: (over / name).read_text() for name in ("a.py", "new/b.py", "c.py")}
     assert texts == {"a.py": "1\n", "new/b.py": "2\n", "c.py": "3\n"}
+
+
+def test_a_copy_that_nobody_used_for_long_is_removed_when_another_is_made(root: Path) -> None:
+    made = workspaces(root)
+    old, used = (made.create(WorkspaceSource(files={name: ""}), root / name) for name in ("old", "used"))
+    for workspace in (old, used):
+        os.utime(workspace.pristine, (0, 0))
+    made.create(WorkspaceSource(files={"used": ""}), root / "again")
+    made.create(WorkspaceSource(files={"new": ""}), root / "new")
+    assert (old.pristine.exists(), used.pristine.exists()) == (False, True)
+    assert (made.create(WorkspaceSource(files={"old": ""}), root / "old_again").path / "old").exists()
