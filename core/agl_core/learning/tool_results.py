@@ -147,7 +147,8 @@ def choices_of(call: Call) -> dict[TransitionKey, Choice]:
 def messages_of(call: Call) -> tuple[Mapping[str, Any], ...]:
     """The conversation that a request sent; what is not a message is ignored."""
     messages = call.request.get("messages")
-    return tuple(m for m in messages if isinstance(m, Mapping)) if isinstance(messages, Sequence) else ()
+    # Long conversations come again with each call, and `dict` is told much faster than an abstract class.
+    return tuple(m for m in messages if isinstance(m, (dict, Mapping))) if isinstance(messages, Sequence) else ()
 
 
 def tools_of(call: Call) -> tuple[Mapping[str, Any], ...]:

@@ -15,6 +15,8 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import eq
 from typing import Any, NamedTuple
 
 from agl_core.capture.status import message_text
@@ -51,7 +53,8 @@ def episode_of(recorded: RecordedRollout) -> Episode:
 
 def places_of(calls: Sequence[Call], result: Json = None) -> list[Place]:
     """The place of each of an attempt's calls, which are in the order of their starts; `result` is the attempt's."""
-    nodes = [_Node.of(call) for call in calls]
+    known = dict[str, _Node]()
+    nodes = [_Node.of(call, known) for call in calls]
     marks = {
         node: node.call.housekeeping or Housekeeping.SETTING
         for node in nodes
@@ -101,9 +104,11 @@ class _Node:
     system: str
     """The instructions at its beginning."""
     tools: frozenset[str]
-    texts: Sequence[tuple[Json, str]]
-    """Role and text of each message after the instructions."""
-    prefixes: Sequence[int]
+    messages: Sequence[Mapping[str, Any]]
+    """Those after the instructions."""
+    texts: list[tuple[Json, str]]
+    """Role and text of each of these messages."""
+    prefixes: list[int]
     """Digests of the first 0, 1, … of these messages."""
     replies: Sequence[tuple[int, str]]
     """For each choice, the digest of all messages with it, and its text."""
@@ -115,27 +120,32 @@ class _Node:
     after: _Node | None = None
 
     @classmethod
-    def of(cls, call: Call) -> _Node:
-        messages = messages_of(call)
-        roles = [message.get("role") for message in messages]
-        start = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), len(roles))
-        first = roles.index("assistant", start) if "assistant" in roles[start:] else len(roles)
-        texts = [message_text(message.get("content")).strip() for message in messages]
-        prefixes = [0]
-        for message in messages[start:]:
+    def of(cls, call: Call, known: dict[str, _Node]) -> _Node:
+        """`known` has the latest node by its first messages: a long conversation is read once, not at each call."""
+        every = messages_of(call)
+        start = next((at for at, m in enumerate(every) if m.get("role") not in ("system", "developer")), len(every))
+        messages = every[start:]
+        last = known.get(key := repr(messages[:2]))
+        same = sum(takewhile(bool, map(eq, messages, last.messages))) if last else 0
+        texts, prefixes = (last.texts[:same], last.prefixes[: same + 1]) if last else ([], [0])
+        for message in messages[same:]:
+            texts.append((message.get("role"), message_text(message.get("content")).strip()))
             prefixes.append(hash((prefixes[-1], _meaning(message))))
-        return cls(
+        opening = takewhile(lambda told: told[0] != "assistant", texts)
+        known[key] = cls(
             call,
-            "\n".join(texts[:start]),
+            "\n".join(message_text(message.get("content")).strip() for message in every[:start]),
             frozenset(function_of(tool)[0] for tool in tools_of(call)),
-            [*zip(roles, texts, strict=True)][start:],
+            messages,
+            texts,
             prefixes,
             [
                 (hash((prefixes[-1], _meaning({**m, "role": "assistant"}))), message_text(m.get("content")).strip())
                 for m in (choice.message for choice in call.choices)
             ],
-            "\n".join(texts[start:first]),
+            "\n".join(text for _, text in opening),
         )
+        return known[key]
 
     @property
     def is_one_turn(self) -> bool:
@@ -187,13 +197,15 @@ def _asides(tree: _Tree, result: Sequence[str]) -> list[_Node]:
         return []
     [(longest, _)] = worked.most_common(1)
     instructions = {node.system for node in nodes if node.number == longest}
+    # Calls that go on repeat those before them.
+    whole = [node for node in nodes if node.after is None or node.is_one_turn]
     return [
         node
         for node in candidates
         if node.system not in instructions
         and (node.call.requested.max_tokens == 1 or all(len(text) <= _MAX_ASIDE for _, text in node.replies))
         and not any(text and _is_part(text, own) for _, text in node.replies for own in result)
-        and (node.quotes(node, 1) or not any(other.quotes(node, 1) for other in nodes[nodes.index(node) + 1 :]))
+        and (node.quotes(node, 1) or not any(other.quotes(node, 1) for other in whole[whole.index(node) + 1 :]))
     ]
 
 
@@ -215,7 +227,8 @@ class _Tree:
         for at, node in enumerate(self.nodes):
             node.turn, node.before, node.after = 0, None, None
             self._place(node, self.nodes[:at][::-1])
-            self._answered_ids.update(str(message.get("tool_call_id")) for message in messages_of(node.call))
+            new = node.messages[len(node.before.messages) if node.before else 0 :]
+            self._answered_ids.update(str(message.get("tool_call_id")) for message in new)
             for tool_call in (called for choice in node.call.choices for called in tool_calls_of(choice.message)):
                 self._delegated[tool_call["id"]] = node, [*_texts_in(function_of(tool_call)[1])]
             self._asked.setdefault(node.prefixes[-1], []).insert(0, node)
