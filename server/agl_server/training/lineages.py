@@ -105,7 +105,7 @@ class _Node:
     """The instructions at its beginning."""
     tools: frozenset[str]
     messages: Sequence[Mapping[str, Any]]
-    """Those after the instructions."""
+    """Its messages after the instructions."""
     texts: list[tuple[Json, str]]
     """Role and text of each of these messages."""
     prefixes: list[int]
