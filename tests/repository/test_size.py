@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48779,
-    "files of the product": 243,
+    "lines of the product": 48870,
+    "files of the product": 244,
     "lines of the core": 14946,
     "lines of the server": 13461,
     "lines of the largest room of both": 2875,
     "modules in a circle of imports": 0,
-    "lines of all Python": 110269,
-    "words of Markdown": 79040,
+    "lines of all Python": 110476,
+    "words of Markdown": 79201,
     "files that one call passes": 36,
-    "settings": 201,
+    "settings": 204,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""

@@ -296,7 +296,7 @@ SEEN_BY: Mapping[str, tuple[str, ...]] = {
     "reward.feedback.": ("apps/online/tests",),
     **dict.fromkeys(
         (
-            *("harness.", "workspace.", "task_source.swe.", "task_source.harbor."),
+            *("harness.", "workspace.", "task_source.swe.", "task_source.harbor.", "task_source.verifiers."),
             *("reward.tests_pass.", "reward.diff_size.", "reward.untouched."),
         ),
         ("adapters/harnesses/tests",),

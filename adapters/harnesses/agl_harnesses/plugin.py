@@ -13,6 +13,8 @@ from agl_harnesses.grading import untouched as untouched
 from agl_harnesses.harbor import harbor as harbor
 from agl_harnesses.harbor import harbor_reward
 from agl_harnesses.tasks import swe as swe
+from agl_harnesses.verifiers import verifiers_reward as verifiers_reward
+from agl_harnesses.verifiers import verifiers_tasks as verifiers_tasks
 from agl_harnesses.workspace import WorkspaceSection
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,10 @@ def test_a_row_that_is_no_task_is_named(lines: str | None, words: str, tmp_path:
         (tmp_path / "rows.jsonl").write_text(lines)
     with pytest.raises(ConfigError, match=words):
         swe(tmp_path, path=tmp_path / "rows.jsonl")
+
+
+def test_verifiers_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    component = Plugins.load().component(TASK_SOURCE, "verifiers", "the test")
+    with pytest.raises(ConfigError, match="needs the package verifiers, which is not installed: pip install"):
+        component.build(component.options(package="gsm8k"), tmp_path, 0)
