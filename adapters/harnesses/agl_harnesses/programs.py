@@ -57,11 +57,6 @@ _AIDER = """{
 """
 
 
-def _claude_answer(printed: Json) -> Json:
-    """The last of its events has the answer."""
-    return printed.get("result") if isinstance(printed, dict) else printed
-
-
 def _mini_answer(printed: Json) -> Json:
     """It prints its whole history, and last what it submitted."""
     text = str(printed or "")
@@ -78,10 +73,7 @@ def _aider_answer(printed: Json) -> Json:
 PROGRAMS: tuple[Program, ...] = (
     Program(
         name="claude-code",
-        command=(
-            *("claude", "--print", "--output-format=stream-json", "--verbose", "--permission-mode=bypassPermissions"),
-            *("--model={model}", "{arguments}"),
-        ),
+        command=("claude", "--print", "--permission-mode=bypassPermissions", "--model={model}", "{arguments}"),
         install="npm install -g @anthropic-ai/claude-code",
         reads_prompt=True,
         variables={
@@ -91,7 +83,6 @@ PROGRAMS: tuple[Program, ...] = (
             "DISABLE_AUTOUPDATER": "1",
             "IS_SANDBOX": "1",  # Otherwise root may not bypass permissions.
         },
-        answer=_claude_answer,
         settings=("CLAUDE", "ANTHROPIC_"),
     ),
     Program(

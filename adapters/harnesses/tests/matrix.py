@@ -88,7 +88,7 @@ TOOLS: dict[str, Tools] = {
         ),
         summarises=r"create a detailed summary of",
         variables={"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "100000"},
-        own_arguments=("--input-format=stream-json",),
+        own_arguments=("--input-format=stream-json", "--output-format=stream-json", "--verbose"),
         own_variables={"CLAUDE_CODE_EMIT_TOOL_USE_SUMMARIES": "1"},
         own_prompt=lambda prompt: "\n".join(
             json.dumps(line)
