@@ -151,6 +151,8 @@ def tests_pass(options: TestsPassOptions, config: RunConfig | None) -> RewardRul
 
 async def judge(episode: Episode, tests: HiddenTests, options: TestsPassOptions, workspaces: Workspaces) -> Verdict:
     """The outcome of a task's tests on the episode's patch."""
+    if _diff(episode) == "":
+        return Verdict(frozenset(), "The attempt changed nothing.")
     files = {id.partition("::")[0] for id in (*tests.fail_to_pass, *tests.pass_to_pass)}
 
     def is_protected(path: str) -> bool:

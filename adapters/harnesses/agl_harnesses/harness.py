@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ class ProgramOptions(Section):
 
 
 class CommandOptions(Section):
-    """The settings of the harness `command`. Its texts may have the placeholders of `Program`."""
+    """The settings of the harness `command`. Its texts may have the placeholders of `Program`; those of `command` also
+    {python}, the interpreter that agl runs in, and {folder}, the configuration's."""
 
     command: tuple[str, ...] = Field(min_length=1)
     """The command, for instance ["my-agent", "--model", "{model}", "{prompt}"]."""
@@ -158,7 +160,9 @@ class ProgramHarness:
 
 def command_harness(options: CommandOptions, config: RunConfig | None) -> ProgramHarness:
     """Any program, by a command with placeholders."""
-    program = Program("command", options.command, files=options.files)
+    folder = str(config.folder if config else Path.cwd())
+    command = (word.replace("{python}", sys.executable).replace("{folder}", folder) for word in options.command)
+    program = Program("command", tuple(command), files=options.files)
     return ProgramHarness(program, options, config)
 
 
