@@ -25,7 +25,7 @@ from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2Config, Qwen2
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 HERE = Path(__file__).resolve().parent
-EXAMPLES = ("calc", "math", "sql", "rag", "trip", "beds", "online", "textworld")
+EXAMPLES = ("calc", "math", "sql", "rag", "trip", "beds", "online", "textworld", "coding")
 """Those whose policy is made here. The `RECIPE` of each is in its `make_NAME.py`."""
 CHAT_TEMPLATE = HERE / "chatml.jinja"
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -41,10 +41,15 @@ def start_and_end(held_out: str, mode: str) -> Cell:
     return cell
 
 
+def modes(results: Sequence[Result], held_out: str) -> list[str]:
+    """The modes in which the held-out set was evaluated."""
+    return [mode for mode in MODES if results[0]["rewards"][held_out]["before"].get(mode) is not None]
+
+
 def chart(title: str, results: Sequence[Result], held_out: str) -> Chart:
     """Rewards in training and on one held-out set: means over the seeds, from the worst seed to the best."""
     seeds: dict[str, list[Points]] = {"training": [list(enumerate(r["train_rewards"], 1)) for r in results]}
-    for mode in MODES:
+    for mode in modes(results, held_out):
         seeds[mode] = [
             [(e["step"], e["reward"]) for e in r["evaluations"] if (e["set"], e["mode"]) == (held_out, mode)]
             for r in results
@@ -71,12 +76,12 @@ def curves(title: str, seeds: Mapping[str, Sequence[Points]]) -> Chart:
 
 def show(example: Path, results: Sequence[Result]) -> Chart:
     """Print the table, draw `curves.svg`, and return the chart of the first held-out set."""
-    columns = {f"`{name}`, {mode}": start_and_end(name, mode) for name in results[0]["rewards"] for mode in MODES}
+    sets = list(results[0]["rewards"])
+    columns = {f"`{name}`, {mode}": start_and_end(name, mode) for name in sets for mode in modes(results, name)}
     columns |= {"seconds": average(lambda run: run["seconds"])}
     columns |= {"rollouts": average(lambda run: sum(run["rollouts"].values()))}
     rows = {str(seed): [result] for seed, result in enumerate(results)}
     print("\n".join(table("seed", rows | ({"mean": results} if len(results) > 1 else {}), columns)))
-    sets = list(results[0]["rewards"])
     (example / "curves.svg").write_text(picture([chart(name, results, name) for name in sets]))
     seeds = f"{len(results)} seed{'s' if len(results) > 1 else ''}"
     return chart(f"{example.name}, {seeds}", results, sets[0])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import agl_core
@@ -324,12 +324,12 @@ _NAMES = {"min": "max", "max": "min", "sum": "len", "len": "sum"}
 
 def mutants(code: str) -> Iterator[str]:
     """The module with one change, for each change that there is."""
-    nodes = len([*ast.walk(ast.parse(code))])
-    for number in range(nodes):
+    for number, node in enumerate(ast.walk(ast.parse(code))):
         for change in range(2):
-            tree = ast.parse(code)
-            if _changed([*ast.walk(tree)][number], change):
-                yield ast.unparse(tree)
+            if isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare | ast.Constant | ast.Name):
+                tree = ast.parse(code)
+                if _changed([*ast.walk(tree)][number], change):
+                    yield ast.unparse(tree)
 
 
 def _changed(node: ast.AST, change: int) -> bool:
@@ -365,10 +365,49 @@ def outcomes(code: str, tests: str) -> dict[str, bool]:
     return passed
 
 
+CHECK = """
+
+import sys
+
+ran = []
+
+
+def trace(frame, event, _):
+    if frame.f_code.co_filename == MODULE:
+        if event == "line":
+            ran.append(frame.f_lineno)
+        return trace
+
+
+lines = open(MODULE).read().splitlines()
+for name, test in [*globals().items()]:
+    if name.startswith("test_"):
+        ran.clear()
+        sys.settrace(trace)
+        try:
+            test()
+        except Exception as error:
+            sys.settrace(None)
+            at = error.__traceback__.tb_next.tb_lineno
+            failed = open(__file__).read().splitlines()[at - 1].strip()
+            print(failed, *(f"L{n} {lines[n - 1].strip()}" for n in sorted({*ran})), sep="\\n")
+            raise SystemExit(1)
+print("all tests pass")
+"""
+"""Runs the tests above it, and shows which line failed first, and which lines of the module it ran."""
+
+
+def check(module: str, tests: str, failing: Sequence[str]) -> str:
+    """A script of the failing tests, as someone who reports a mistake sends it along."""
+    shown = (test for test in tests.strip().split("\n\n") if test[len("def ") : test.index("(")] in failing)
+    top = f"import {module}\nfrom {module} import *\n\nMODULE = {module}.__file__\n\n\n"
+    return top + "\n\n".join(shown) + CHECK
+
+
 @agl_core.task_source
-def bugs(*, part: Literal["train", "eval"] = "train") -> Iterator[agl_core.Task]:
-    """Modules with one planted mistake each, and hidden tests."""
-    for module, (code, tests) in MODULES.items():
+def bugs(*, part: Literal["train", "eval"] = "train", times: int = 1) -> Iterator[agl_core.Task]:
+    """Modules with one planted mistake each, and hidden tests; each comes so many `times`, under ids of its own."""
+    for number, (module, (code, tests)) in enumerate([*MODULES.items()] * times):
         if (module in HELD_OUT) != (part == "eval"):
             continue
         right = ast.unparse(ast.parse(code))
@@ -383,10 +422,10 @@ def bugs(*, part: Literal["train", "eval"] = "train") -> Iterator[agl_core.Task]
             file = f"test_{module}.py"
             passing, failing = ([name for name, passed in results.items() if passed is of] for of in (True, False))
             yield agl_core.Task(
-                f"{module}-{kept}",
+                f"{module}-{number // len(MODULES) * PER_MODULE + kept}",
                 {
-                    "prompt": f"{module}.py has a mistake: {', '.join(failing)} fails. Repair {module}.py.",
-                    "workspace": {"files": {f"{module}.py": mutant + "\n"}},
+                    "prompt": f"Tests of {module}.py fail. Repair it.",
+                    "workspace": {"files": {f"{module}.py": mutant + "\n", "check.py": check(module, tests, failing)}},
                 },
                 metadata={
                     "tests": {

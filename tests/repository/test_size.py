@@ -23,8 +23,8 @@ BOUNDS = {
     "lines of the server": 13461,
     "lines of the largest room of both": 2875,
     "modules in a circle of imports": 0,
-    "lines of all Python": 110476,
-    "words of Markdown": 79201,
+    "lines of all Python": 111029,
+    "words of Markdown": 79496,
     "files that one call passes": 36,
     "settings": 204,
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bugs import HELD_OUT, MODULES, outcomes
+from made import edits
 
 from agl_core.kinds import TASK_SOURCE
 from agl_core.plugins import Plugins
@@ -39,12 +41,33 @@ def test_each_module_is_right_and_each_mistake_is_seen(tasks: dict[str, list[Tas
     assert all(all(outcomes(code, tests).values()) for code, tests in MODULES.values())
     for task in (task for of_part in tasks.values() for task in of_part):
         module, tests = module_of(task), task.metadata["tests"]
-        [mistaken] = task.input["workspace"]["files"].values()
+        mistaken = task.input["workspace"]["files"][f"{module}.py"]
         passed = outcomes(mistaken, MODULES[module][1])
         ids = {f"test_{module}.py::{name}": was for name, was in passed.items()}
         assert [id for id, was in ids.items() if not was] == tests["fail_to_pass"] != []
         assert [id for id, was in ids.items() if was] == tests["pass_to_pass"] != []
-        assert all(id.partition("::")[2] in task.input["prompt"] for id in tests["fail_to_pass"])
+        shown = re.findall(r"def (test_\w+)", task.input["workspace"]["files"]["check.py"])
+        assert [f"test_{module}.py::{name}" for name in shown] == tests["fail_to_pass"]
+
+
+def test_made_up_bugs_break_what_others_are_told_and_one_edit_repairs_them() -> None:
+    source = Plugins.load([FILE.with_name("made.py")]).component(TASK_SOURCE, "made_up", "the test")
+    made = source.build(source.options(modules=3), Path(), 0)
+    for task in (made.task(n) for n in range(made.size)):
+        [(file, tests)] = task.metadata["tests"]["files"].items()
+        module = file.removeprefix("test_")
+        mistaken, checks = task.input["workspace"]["files"][module], tests.partition("\n\n")[2]
+        failing = [f"{file}::{name}" for name, passed in outcomes(mistaken, checks).items() if not passed]
+        assert failing == task.metadata["tests"]["fail_to_pass"] != []
+        assert any(all(outcomes(text, checks).values()) for text, *_ in edits(mistaken) if compiles(text))
+
+
+def compiles(text: str) -> bool:
+    try:
+        compile(text, "module", "exec")
+    except SyntaxError:
+        return False
+    return True
 
 
 async def test_a_repair_earns_one_and_nothing_earns_nothing(
