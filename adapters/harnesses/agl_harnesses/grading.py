@@ -33,17 +33,9 @@ from agl_core.config.sections import Section
 from agl_core.errors import ConfigError
 from agl_core.protocols import RewardRule
 from agl_core.types import Episode, Reward
+from agl_harnesses.patches import PatchError, apply_patch, is_matched, patched_paths
 from agl_harnesses.sandbox import confined
-from agl_harnesses.workspace import (
-    Files,
-    PatchError,
-    Workspace,
-    Workspaces,
-    apply_patch,
-    is_matched,
-    patched_paths,
-    task_source,
-)
+from agl_harnesses.workspace import Files, Workspace, Workspaces, task_source
 
 PROTECTED = (
     "tests", "test_*.py", "*_test.py", "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg",

@@ -34,7 +34,8 @@ from agl_core.errors import ConfigError
 from agl_core.protocols import RewardRule
 from agl_core.types import Episode, Reward, Task
 from agl_harnesses.grading import patched_workspace, run_confined
-from agl_harnesses.workspace import PatchError, Workspaces, cache_folder, check_mount, fingerprint, is_matched
+from agl_harnesses.patches import PatchError, is_matched
+from agl_harnesses.workspace import Workspaces, cache_folder, check_mount, fingerprint
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,6 @@
-"""The folder that an attempt works in: a copy of a folder or of a git commit, and the patch of what was changed in it.
+"""The folder that an attempt works in: a copy of a folder, of a git commit, or of a task's own files.
 
-    source ──copied once──▶ pristine copy, with `setup` run in it (cached) ──copied──▶ workspace ──▶ patch
-
-The agent may have planted anything in the workspace. The patch is made of its files' bytes alone, in a git directory
-elsewhere: no hook, filter, attribute or configuration of the workspace takes effect.
+source ──copied once──▶ pristine copy, with `setup` run in it (cached) ──copied──▶ workspace ──▶ patch
 """
 
 from __future__ import annotations
@@ -12,14 +9,11 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import re
 import shutil
-import stat
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
@@ -29,22 +23,10 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from agl_core.config.models import RunConfig
 from agl_core.config.resolve import with_absolute_paths
 from agl_core.config.sections import Section
-from agl_core.errors import AgentError, AglError
+from agl_core.errors import AglError
 from agl_core.types import Json
-from agl_core.types.forms import dump_json
-from agl_core.wire import MAX_RESULT
+from agl_harnesses.patches import GIT_ENVIRONMENT, GitError, make_patch, run_git
 
-GIT_ENVIRONMENT = {
-    "PATH": os.environ.get("PATH", os.defpath),
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_CONFIG_GLOBAL": os.devnull,
-    "GIT_ATTR_NOSYSTEM": "1",
-}
-"""The environment of git where it works on files of agents: nothing of the user's configuration takes effect."""
-MAX_PATCH = MAX_RESULT * 3 // 4
-"""Bytes of a patch as JSON; the rest of a result is for the agent's text."""
-MAX_CHANGED = 64 << 20
-"""Bytes of all changed files, before and after."""
 _SETUP_TAIL = 2000
 _KEPT = 30 * 24 * 3600
 """Seconds that a cached copy is kept after its last use: longer than any attempt runs."""
@@ -233,18 +215,18 @@ class Workspaces:
             if not clone.is_dir():
                 part = clone.with_name(f"{clone.name}.part")
                 shutil.rmtree(part, ignore_errors=True)
-                _git("clone", "--quiet", "--bare", "--", repository, str(part), env=asks_nobody)
+                run_git("clone", "--quiet", "--bare", "--", repository, str(part), env=asks_nobody)
                 part.rename(clone)
             try:
-                _git("cat-file", "-e", f"{commit}^{{commit}}", folder=clone)
-            except WorkspaceError:
-                _git("fetch", "--quiet", "origin", "+refs/*:refs/*", folder=clone, env=asks_nobody)
-                _git("cat-file", "-e", f"{commit}^{{commit}}", folder=clone)
+                run_git("cat-file", "-e", f"{commit}^{{commit}}", folder=clone)
+            except GitError:
+                run_git("fetch", "--quiet", "origin", "+refs/*:refs/*", folder=clone, env=asks_nobody)
+                run_git("cat-file", "-e", f"{commit}^{{commit}}", folder=clone)
         index = {"GIT_DIR": str(clone), "GIT_WORK_TREE": str(tree), "GIT_INDEX_FILE": f"{tree}.index"}
         for arguments in (["read-tree", commit], ["checkout-index", "--all"]):
-            _git(*arguments, folder=tree, env={**GIT_ENVIRONMENT, **index})
+            run_git(*arguments, folder=tree, env={**GIT_ENVIRONMENT, **index})
         for command in ("init --quiet", "add --all --force .", "commit --quiet --allow-empty --message=Start"):
-            _git(*command.split(), folder=tree)
+            run_git(*command.split(), folder=tree)
 
     def _set_up(self, tree: Path) -> None:
         if self.section.setup is None:
@@ -285,160 +267,8 @@ class Workspace:
     variables: Mapping[str, str]
 
     def diff(self) -> str:
-        """The changes as a git patch, which `apply_patch` takes; it blocks. Nothing must write to the folder meanwhile.
-
-        It has regular files, also binary ones, and symbolic links that stay inside. Devices, sockets, links out of the
-        folder and everything called `.git` are left out. AgentError if the folder cannot be read, or the patch would
-        not fit into a result.
-        """
-        try:
-            return self._diff()
-        except OSError as error:
-            raise AgentError(f"The workspace cannot be read: {error}") from error
-
-    def _diff(self) -> str:
-        before, after = (_files(root, self.section.ignore) for root in (self.pristine, self.path))
-        changed = [
-            name
-            for name in sorted(before.keys() | after.keys())
-            if before.get(name) != after.get(name) or not _is_same(self.pristine / name, self.path / name)
-        ]
-        sides = ((self.pristine, before), (self.path, after))
-        total = sum((root / name).lstat().st_size for root, files in sides for name in changed if name in files)
-        if total > MAX_CHANGED:
-            raise self._too_large(f"{total} bytes of files, and {MAX_CHANGED}")
-        if not changed:
-            return ""
-        with _git_directory() as git:
-            commits = [*_commit("before", self.pristine, before, changed), *_commit("after", self.path, after, changed)]
-            _git("fast-import", "--quiet", folder=git, stdin=b"".join(commits))
-            compare = ("diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-renames", "before", "after")
-            try:
-                patch = _git(*compare, folder=git).decode()
-            except UnicodeDecodeError:  # Texts in another encoding than JSON's travel as binary files do.
-                (git / "info" / "attributes").write_text("* -diff\n")
-                patch = _git(*compare, folder=git).decode(errors="replace")
-        if (size := len(dump_json(patch).encode())) > MAX_PATCH:
-            raise self._too_large(f"a patch of {size} bytes, and {MAX_PATCH}")
-        return patch
-
-    def _too_large(self, what: str) -> AgentError:
-        return AgentError(
-            f"The changes in the workspace are {what} are the limit. Name what is built there in workspace.ignore."
-        )
-
-
-class PatchError(ValueError):
-    """A patch does not fit the files that it is to change, or is none."""
-
-
-def patched_paths(patch: str) -> list[str]:
-    """The paths that a patch changes. PatchError if it cannot be read."""
-    if not patch:
-        return []
-    with _git_directory() as git:
-        listed = _apply(git, git, patch, "--numstat", "-z").decode(errors="surrogateescape")
-    return [entry.split("\t", 2)[2] for entry in listed.split("\0") if entry]
-
-
-def apply_patch(patch: str, folder: Path, excluded: Sequence[str] = ()) -> None:
-    """Apply a patch of `Workspace.diff` to a copy of what it was made against. PatchError if it does not fit.
-
-    `excluded` are paths whose changes are left out. Nothing is written outside of the folder.
-    """
-    if patch:
-        with _git_directory() as git:
-            _apply(git, folder, patch, *(f"--exclude={_literal(path)}" for path in excluded))
-
-
-def _apply(git: Path, folder: Path, patch: str, *options: str) -> bytes:
-    # The attributes of the git directory win over those in the tree: no conversion, no filter.
-    (git / "info" / "attributes").write_text("* -text !eol !ident !filter !working-tree-encoding !whitespace\n")
-    environment = {**GIT_ENVIRONMENT, "GIT_DIR": str(git), "GIT_WORK_TREE": str(folder)}
-    if re.search(r"^(rename|copy) from ", patch, re.MULTILINE):
-        raise PatchError("it renames files: make it by git diff --no-renames")
-    try:
-        return _git("apply", "--whitespace=nowarn", *options, "-", folder=folder, env=environment, stdin=patch.encode())
-    except WorkspaceError as error:
-        raise PatchError(str(error)) from None
-
-
-def is_matched(path: str, patterns: Sequence[str]) -> bool:
-    """True if a pattern without a slash matches a part of the path, or one with a slash the path or a folder above.
-
-    >>> is_matched("a/conftest.py", ["conftest.py"]), is_matched("b/a.py", ["a/*"]), is_matched("a/b/c", ["a/b"])
-    (True, False, True)
-    """
-    parts = path.split("/")
-    above = ["/".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in (above if "/" in pattern else parts))
-
-
-def _files(root: Path, ignore: Sequence[str]) -> dict[str, tuple[str, str | None]]:
-    """Mode and link target of each file below the root that can be part of a patch, by path."""
-    files: dict[str, tuple[str, str | None]] = {}
-    folders = [""]
-    while folders:  # No recursion: an agent can nest folders deeply.
-        above = folders.pop()
-        with os.scandir(root / above) as entries:
-            for entry in entries:
-                path = f"{above}{entry.name}"
-                if entry.name.lower() == ".git" or is_matched(path, ignore):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(f"{path}/")
-                elif entry.is_symlink():
-                    target = os.readlink(entry.path)
-                    inside = os.path.normpath(os.path.join(above, target))
-                    if not os.path.isabs(target) and inside.split("/")[0] != "..":
-                        files[path] = ("120000", target)
-                elif entry.is_file(follow_symlinks=False):
-                    executable = entry.stat(follow_symlinks=False).st_mode & stat.S_IXUSR
-                    files[path] = ("100755" if executable else "100644", None)
-    return files
-
-
-def _is_same(before: Path, after: Path) -> bool:
-    if before.is_symlink():
-        return True
-    return before.stat().st_size == after.stat().st_size and before.read_bytes() == after.read_bytes()
-
-
-def _commit(
-    name: str, root: Path, files: Mapping[str, tuple[str, str | None]], changed: Sequence[str]
-) -> Iterator[bytes]:
-    """A commit of the changed files as git's fast-import reads it."""
-    yield f"commit refs/heads/{name}\ncommitter agl <> 0 +0000\ndata 0\n".encode()
-    for path in changed:
-        if path in files:
-            mode, target = files[path]
-            content = (root / path).read_bytes() if target is None else os.fsencode(target)
-            quoted = os.fsencode(path).replace(b"\\", b"\\\\").replace(b'"', b'\\"').replace(b"\n", b"\\n")
-            yield b'M %s inline "%s"\ndata %d\n%s\n' % (mode.encode(), quoted, len(content), content)
-
-
-@contextlib.contextmanager
-def _git_directory() -> Iterator[Path]:
-    with TemporaryDirectory(prefix="agl-git-") as folder:
-        git = Path(folder)
-        _git("init", "--quiet", "--bare", "--template=", ".", folder=git)
-        (git / "info").mkdir()
-        yield git
-
-
-def _git(
-    *arguments: str, folder: Path = Path("/"), env: Mapping[str, str] = GIT_ENVIRONMENT, stdin: bytes = b""
-) -> bytes:
-    """The output of git. WorkspaceError with its words if it fails."""
-    identity = ["-c", "user.name=agl", "-c", "user.email=agl@localhost"]
-    command = ["git", *identity, "-c", "core.hooksPath=/dev/null", *arguments]
-    try:
-        return subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, check=True).stdout
-    except FileNotFoundError:
-        raise WorkspaceError("Workspaces need the program git, which is not installed.") from None
-    except subprocess.CalledProcessError as error:
-        words = error.stderr[-_SETUP_TAIL:].decode(errors="replace").strip()
-        raise WorkspaceError(f"git {arguments[0]} failed: {words}") from None
+        """The changes as a patch (`agl_harnesses.patches.make_patch`)."""
+        return make_patch(self.pristine, self.path, self.section.ignore)
 
 
 def _copy(origin: Path, folder: Path) -> None:
@@ -458,8 +288,3 @@ def fingerprint(folder: Path) -> str:
             status = os.lstat(file)
             digest.update(f"{file!r} {status.st_size} {status.st_mtime_ns} {status.st_mode}\n".encode())
     return digest.hexdigest()
-
-
-def _literal(path: str) -> str:
-    """The path as a pattern that matches nothing else."""
-    return "".join(f"\\{character}" if character in "*?[\\" else character for character in path)

@@ -10,17 +10,8 @@ import pytest
 
 from agl_core.errors import AgentError
 from agl_core.wire import MAX_RESULT
-from agl_harnesses.workspace import (
-    MAX_CHANGED,
-    PatchError,
-    WorkspaceError,
-    Workspaces,
-    WorkspaceSection,
-    WorkspaceSource,
-    apply_patch,
-    patched_paths,
-    task_source,
-)
+from agl_harnesses.patches import MAX_CHANGED, GitError, PatchError, apply_patch, patched_paths
+from agl_harnesses.workspace import WorkspaceError, Workspaces, WorkspaceSection, WorkspaceSource, task_source
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +185,7 @@ def test_a_commit_is_checked_out_without_its_history_and_its_future(root: Path) 
         assert (attempt.path / "src" / "a.py").read_text() == text
         assert len(git("log", "--all", "--format=%s", folder=attempt.path).split()) == 1
         assert git("status", "--short", folder=attempt.path) == ""
-    with pytest.raises(WorkspaceError, match="git"):
+    with pytest.raises(GitError, match="git"):
         made.create(WorkspaceSource(repository="project", commit="0" * 40), root / "none")
 
 
