@@ -254,7 +254,7 @@ def _reported(folder: Path, status: int | None) -> tuple[float, str]:
             numbers = [rewards["reward"]] if "reward" in rewards else rewards.values()
             values += [float(number) for number in numbers if isinstance(number, int | float)]
             if len(values) != 1:
-                raise ValueError("reward.json has neither a number 'reward' nor one number")
+                raise ValueError("the JSON report has neither a number 'reward' nor one number")
         if (text := _read_report(folder / "reward.txt")) is not None:
             values.append(float(text))
         # Harbor takes reward.json of two; code under test may have planted it.
