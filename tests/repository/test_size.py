@@ -24,7 +24,7 @@ BOUNDS = {
     "lines of the largest room of both": 2875,
     "modules in a circle of imports": 0,
     "lines of all Python": 111042,
-    "words of Markdown": 79738,
+    "words of Markdown": 79767,
     "files that one call passes": 36,
     "settings": 204,
 }
