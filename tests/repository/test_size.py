@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48889,
+    "lines of the product": 48900,
     "files of the product": 245,
     "lines of the core": 14946,
-    "lines of the server": 13461,
+    "lines of the server": 13463,
     "lines of the largest room of both": 2875,
     "modules in a circle of imports": 0,
-    "lines of all Python": 111042,
+    "lines of all Python": 111100,
     "words of Markdown": 79767,
     "files that one call passes": 36,
     "settings": 204,

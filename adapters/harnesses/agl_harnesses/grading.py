@@ -15,11 +15,10 @@ import importlib.util
 import os
 import re
 import secrets
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
@@ -33,7 +32,7 @@ from agl_core.config.sections import Section
 from agl_core.errors import ConfigError
 from agl_core.protocols import RewardRule
 from agl_core.types import Episode, Reward
-from agl_harnesses.patches import PatchError, apply_patch, is_matched, patched_paths
+from agl_harnesses.patches import PatchError, apply_patch, is_matched, patched_paths, place_file
 from agl_harnesses.sandbox import confined
 from agl_harnesses.workspace import Files, Workspace, Workspaces, task_source
 
@@ -241,22 +240,7 @@ def _place_tests(tests: HiddenTests, root: Path) -> None:
         files = {path.relative_to(tests.folder).as_posix(): path.read_bytes() for path in below}
     files |= {path: text.encode() for path, text in tests.files.items()}
     for path, content in files.items():
-        _place(root, PurePosixPath(path), content)
-
-
-def _place(root: Path, path: PurePosixPath, content: bytes) -> None:
-    """Write a file inside the root, whatever the attempt put in its place; no link is followed."""
-    folder = root
-    for part in path.parts[:-1]:
-        folder /= part
-        if folder.is_symlink() or folder.is_file():
-            folder.unlink()
-        folder.mkdir(exist_ok=True)
-    file = folder / path.name
-    if file.is_dir() and not file.is_symlink():
-        shutil.rmtree(file)
-    file.unlink(missing_ok=True)
-    file.write_bytes(content)
+        place_file(root, path, content)
 
 
 def _add_controls(root: Path, file: str) -> set[str]:

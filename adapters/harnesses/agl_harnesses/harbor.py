@@ -64,14 +64,17 @@ _SIGNALED = 128
 """From here on an exit status is that of a process that a signal has ended, or the launcher."""
 
 
+_Variables = dict[Annotated[str, Field(pattern=r"^\w+$")], Annotated[str, Field(pattern=r"^[^\x00]*$")]]
+
+
 class _Settings(BaseModel):
     """The settings of task.toml that take effect here."""
 
     image: str = Field("without a name", validation_alias=AliasPath("environment", "docker_image"))
     workdir: str = Field("", validation_alias=AliasPath("environment", "workdir"))
-    variables: dict[str, str] = Field({}, validation_alias=AliasPath("environment", "env"))
-    timeout: float = Field(600.0, gt=0, validation_alias=AliasPath("verifier", "timeout_sec"))
-    test_variables: dict[str, str] = Field({}, validation_alias=AliasPath("verifier", "env"))
+    variables: _Variables = Field({}, validation_alias=AliasPath("environment", "env"))
+    timeout: float = Field(600.0, gt=0, allow_inf_nan=False, validation_alias=AliasPath("verifier", "timeout_sec"))
+    test_variables: _Variables = Field({}, validation_alias=AliasPath("verifier", "env"))
 
 
 @dataclass
@@ -97,7 +100,7 @@ def harbor(
     for folder in folders:
         try:
             yield _read_task(folder)
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
             left_out.append(f"  {folder.name}: {' '.join(str(error).split())}")
     reasons = "\n".join(left_out)
     if len(left_out) == len(folders):
@@ -126,8 +129,8 @@ def _read_task(folder: Path) -> Task:
     image = _read_image(folder / "environment", settings)
     workdir = posixpath.normpath(settings.workdir or image.workdir)
     workdir = check_mount("/app" if workdir == "/" else workdir)
-    for path in [target for _, target in image.copies] + _ELSEWHERE.findall(instruction + script):
-        if not f"{posixpath.normpath(path)}/".startswith(f"{workdir}/"):
+    for path in [target for _, target in image.copies] + _ELSEWHERE.findall(f"{instruction}\n{script}"):
+        if not f"{posixpath.normpath(path.rstrip('.'))}/".startswith(f"{workdir}/"):
             raise ValueError(f"it names {path}, outside of its working directory {workdir}")
     variables = {**image.variables, **settings.variables}
     if any("$" in value for value in (*variables.values(), *settings.test_variables.values())):
@@ -202,6 +205,9 @@ def _place_files(context: Path, workdir: str, image: _Image) -> Path:
                         shutil.copytree(origin, place, symlinks=True, dirs_exist_ok=True)
                     else:
                         shutil.copy2(origin, file)
+                    for link in tree.rglob("*"):
+                        if link.is_symlink() and not link.resolve().is_relative_to(tree.resolve()):
+                            raise ValueError(f"the link {link.relative_to(tree)} in environment/ leads out of it")
         with contextlib.suppress(OSError):  # Another process may have been faster.
             tree.rename(folder)
     return folder
@@ -251,11 +257,13 @@ def _reported(folder: Path, status: int | None) -> tuple[float, str]:
         if (text := _read_report(folder / "reward.json")) is not None:
             report = json.loads(text)
             rewards = report if isinstance(report, dict) else {"reward": report}
-            numbers = [rewards["reward"]] if "reward" in rewards else rewards.values()
-            values += [float(number) for number in numbers if isinstance(number, int | float)]
-            if len(values) != 1:
-                raise ValueError("the JSON report has neither a number 'reward' nor one number")
+            [reward] = [rewards["reward"]] if "reward" in rewards else rewards.values()
+            if isinstance(reward, bool) or not isinstance(reward, int | float):
+                raise ValueError("the JSON report has neither a number 'reward' nor one number alone")
+            values.append(float(reward))
         if (text := _read_report(folder / "reward.txt")) is not None:
+            if not re.fullmatch(r"\s*[\d.eE+-]+\s*", text, re.ASCII):
+                raise ValueError("the report in reward.txt is no number")
             values.append(float(text))
         # Harbor takes reward.json of two; code under test may have planted it.
         if len(set(values)) != 1 or not 0 <= values[0] <= 1:
@@ -269,8 +277,9 @@ def _read_report(path: Path) -> str | None:
     """The text of a file that may be anything, planted by code under test; None if there is none."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError(f"{path.name} is no regular file")
+            modes = os.fstat(file.fileno()).st_mode, path.parent.stat().st_mode
+            if not stat.S_ISREG(modes[0]) or not all(mode & stat.S_IWUSR for mode in modes):
+                raise ValueError(f"{path.name} is no regular file, or was protected from being written")
             return file.read(_MAX_REPORT)
     except FileNotFoundError:
         return None

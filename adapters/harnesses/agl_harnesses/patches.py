@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import stat
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from agl_core.errors import AgentError, AglError
@@ -121,6 +122,21 @@ def _apply(git: Path, folder: Path, patch: str, *options: str) -> bytes:
         raise PatchError(str(error)) from None
 
 
+def place_file(root: Path, path: str, content: bytes) -> None:
+    """Write a file inside the root, whatever is in its place; no link is followed."""
+    folder, (*above, name) = root, PurePosixPath(path).parts
+    for part in above:
+        folder /= part
+        if folder.is_symlink() or folder.is_file():
+            folder.unlink()
+        folder.mkdir(exist_ok=True)
+    file = folder / name
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    file.unlink(missing_ok=True)
+    file.write_bytes(content)
+
+
 def is_matched(path: str, patterns: Sequence[str]) -> bool:
     """True if a pattern without a slash matches a part of the path, or one with a slash the path or a folder above.
 
@@ -135,7 +151,7 @@ def is_matched(path: str, patterns: Sequence[str]) -> bool:
 def _files(root: Path, ignore: Sequence[str]) -> dict[str, tuple[str, str | None]]:
     """Mode and link target of each file below the root that can be part of a patch, by path."""
     files: dict[str, tuple[str, str | None]] = {}
-    folders = [""]
+    folders, real = [""], os.path.realpath(root)
     while folders:  # No recursion: an agent can nest folders deeply.
         above = folders.pop()
         with os.scandir(root / above) as entries:
@@ -146,9 +162,8 @@ def _files(root: Path, ignore: Sequence[str]) -> dict[str, tuple[str, str | None
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(f"{path}/")
                 elif entry.is_symlink():
-                    target = os.readlink(entry.path)
-                    inside = os.path.normpath(os.path.join(above, target))
-                    if not os.path.isabs(target) and inside.split("/")[0] != "..":
+                    target, place = os.readlink(entry.path), os.path.realpath(entry.path)
+                    if not os.path.isabs(target) and Path(place).is_relative_to(real):  # Links may lead through links.
                         files[path] = ("120000", target)
                 elif entry.is_file(follow_symlinks=False):
                     executable = entry.stat(follow_symlinks=False).st_mode & stat.S_IXUSR

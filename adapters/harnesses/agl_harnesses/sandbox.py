@@ -111,7 +111,7 @@ async def confined(
             binds += ["--ro-bind", str(own / "hosts"), "/etc/hosts"]
         inside = [*python, _LAUNCHER, json.dumps(settings), *command]
         sandbox = _bubblewrap(workspace, mount, home, section, [*reads, *section.reads])
-        yield [*sandbox, *itertools.chain(*mounts), *binds, "--", *inside]
+        yield [*sandbox, *itertools.chain(*mounts), *binds, "--remount-ro", "/", "--", *inside]
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:

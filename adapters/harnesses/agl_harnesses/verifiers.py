@@ -30,6 +30,8 @@ def verifiers_tasks(
     """
     origin: Any = {"package": package, "arguments": arguments or {}}
     environment = _load(dump_json(origin))
+    if split == "eval" and environment.eval_dataset_source is None:
+        raise ConfigError(f"'{package}' has no rows for evaluation, and would give those of training.")
     for row in environment.get_dataset() if split == "train" else environment.get_eval_dataset():
         messages = [{"content": row["prompt"]}] if isinstance(row["prompt"], str) else row["prompt"]
         prompt = "\n\n".join(message_text(message["content"]) for message in messages)

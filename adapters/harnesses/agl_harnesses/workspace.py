@@ -25,7 +25,7 @@ from agl_core.config.resolve import with_absolute_paths
 from agl_core.config.sections import Section
 from agl_core.errors import AglError
 from agl_core.types import Json
-from agl_harnesses.patches import GIT_ENVIRONMENT, GitError, make_patch, run_git
+from agl_harnesses.patches import GIT_ENVIRONMENT, GitError, make_patch, place_file, run_git
 
 _SETUP_TAIL = 2000
 _KEPT = 30 * 24 * 3600
@@ -191,8 +191,7 @@ class Workspaces:
                     if source.commit is not None:
                         self._check_out(repository, source.commit, tree)
                     for path, text in source.files.items():
-                        (tree / path).parent.mkdir(parents=True, exist_ok=True)
-                        (tree / path).write_text(text)
+                        place_file(tree, path, text.encode())
                     self._set_up(tree)
                     tree.rename(pristine)
             os.utime(pristine)

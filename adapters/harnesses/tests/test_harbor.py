@@ -37,7 +37,7 @@ CMD ["bash"]
 """
 TASK = {
     "task.toml": '[metadata]\nkind = "text"\n[verifier]\ntimeout_sec = 60.0\nenv = { COUNTER = "sh count.sh" }\n',
-    "instruction.md": "<!-- canary 1 -->\n\nWrite /app/count.sh, which counts the words of a file.\n",
+    "instruction.md": "<!-- canary 1 -->\n\nWrite count.sh, which counts the words of a file, to /app.\n",
     "environment/Dockerfile": DOCKERFILE,
     "environment/words.txt": "one two three\n",
     "environment/data/a.md": "A\n",
@@ -79,7 +79,7 @@ async def graded(folder: Path, task: Task, files: Mapping[str, str]) -> Reward:
 async def test_a_task_is_solved_by_its_solution_alone(tmp_path: Path) -> None:
     folder = write(tmp_path / "tasks" / "count", TASK)
     [task] = read(tmp_path / "tasks")
-    assert (task.id, task.input["prompt"]) == ("count", "Write /app/count.sh, which counts the words of a file.\n")
+    assert (task.id, task.input["prompt"]) == ("count", "Write count.sh, which counts the words of a file, to /app.\n")
     source = task_source(task.input)
     assert source is not None
     assert (source.mount, source.variables) == ("/app", {"LANG": "C", "A": "b c"})
@@ -104,6 +104,8 @@ ATTACKS = {
     "a process that writes later": "(while :; do echo 1 > /logs/verifier/reward.txt; done) > /dev/null 2>&1 &",
     "a process that writes later and ends": f"(setsid sh -c '{LATER}' &) > /dev/null 2>&1",
     "an end of the tests": "echo 1 > /logs/verifier/reward.txt; kill -TERM -1",
+    "a report that cannot be written": "echo 1 > /logs/verifier/reward.txt; chmod 444 /logs/verifier/reward.txt",
+    "a report elsewhere": "mv /logs /tmp/x || mv /logs /x; mkdir -p /logs/verifier; echo 1 > /x/verifier/reward.txt",
     "an endless loop": "echo 1 > /logs/verifier/reward.txt; while :; do :; done",
 }
 
@@ -129,7 +131,10 @@ async def test_no_other_way_than_a_solution_is_paid(attack: str, tmp_path: Path)
         ("json <<< 1e999", 0.0),
         ('json <<< \'{"reward": "1"}\'', 0.0),
         ('json <<< \'{"a": 1, "b": 1}\'', 0.0),
+        ("json <<< '{\"reward\": true}'", 0.0),
+        ('json <<< \'{"seconds": 1, "error": "crashed"}\'', 0.0),
         ("txt <<< 1.5", 0.0),
+        ("txt <<< 0_1", 0.0),
         ("txt <<< -1", 0.0),
         ("txt < /dev/null", 0.0),
         ("no <<< 1", 0.0),
@@ -159,6 +164,8 @@ UNSUPPORTED = {
     "tee": ("tests/test.sh", "exec > >(tee /logs/verifier/log)\n", "test.sh has `exec > >(tee"),
     "toml": ("task.toml", "a =", "Invalid value (at end of document)"),
     "time": ("task.toml", "[verifier]\ntimeout_sec = 'x'\n", "verifier.timeout_sec Input should be a valid number"),
+    "no table": ("task.toml", "environment = 'x'\n", "has no attribute"),
+    "a variable": ("task.toml", "[environment]\nenv = { 'A=B' = 'c' }\n", "environment.env.A=B"),
     "elsewhere": ("instruction.md", "Write /output/a.txt, and/or /app/b.\n", "it names /output/a.txt, outside"),
 }
 
@@ -179,6 +186,18 @@ def test_tasks_that_need_an_image_are_left_out_by_name(tmp_path: Path, caplog: p
     for name, (_, _, words) in UNSUPPORTED.items():
         [line] = [line for line in message.splitlines() if line.startswith(f"  {name}: ")]
         assert words in line
+
+
+def test_a_task_writes_nothing_outside_of_its_own_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    copies = "FROM debian\nWORKDIR /app\nCOPY d/ ./\nCOPY words.txt out/\n"
+    folder = write(tmp_path / "tasks" / "link", {**TASK, "environment/Dockerfile": copies, "environment/d/a": ""})
+    write(tmp_path / "tasks" / "count", TASK)
+    (tmp_path / "outside").mkdir()
+    (folder / "environment" / "d" / "out").symlink_to(tmp_path / "outside")
+    with caplog.at_level(logging.WARNING):
+        assert [task.id for task in read(tmp_path / "tasks")] == ["count"]
+    assert "the link out in environment/ leads out of it" in caplog.text
+    assert not [*(tmp_path / "outside").iterdir()]
 
 
 async def test_a_task_of_another_source_is_named(tmp_path: Path) -> None:

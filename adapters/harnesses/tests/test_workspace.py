@@ -88,6 +88,8 @@ def plant(folder: Path, outside: Path) -> None:
     (folder / "leads_out").symlink_to(outside)
     (folder / "absolute").symlink_to(outside / "secret")
     (folder / "up").symlink_to("../secret")
+    (folder / "src" / "back").symlink_to("..")
+    (folder / "src" / "up").symlink_to("back/../secret")
     os.mkfifo(folder / "pipe")
 
 
@@ -99,7 +101,7 @@ def test_nothing_that_an_agent_plants_takes_effect_or_is_followed(root: Path) ->
     plant(attempt.path, outside)
     (attempt.path / "src" / "a.py").write_text("one\n2\n")
     patch = attempt.diff()
-    assert patched_paths(patch) == [".gitattributes", ".gitignore", "src/a.py"]
+    assert patched_paths(patch) == [".gitattributes", ".gitignore", "src/a.py", "src/back"]
     apply_patch(patch, fresh.path)
     assert (fresh.path / "src" / "a.py").read_bytes() == b"one\n2\n"
     assert sorted(path.name for path in outside.iterdir()) == ["secret"]

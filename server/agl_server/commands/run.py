@@ -103,6 +103,8 @@ def run(
 def _program(name: str, model: str | None) -> Harness:
     """The harness of this name, in the current folder; it asks for the model that the server is asked for."""
     component = Plugins.load().component(HARNESS, name, "--harness")
+    if missing := [key for key, field in component.options.model_fields.items() if field.is_required()]:
+        raise ConfigError(f"--harness {name} needs settings ({', '.join(missing)}). Run it itself: agl run -- COMMAND")
     program: Harness = component.build(component.options(**({"model": model} if model else {})), None)
     return program
 

@@ -80,6 +80,32 @@ ask("any", HELLO, reply, {"role": "tool", "tool_call_id": reply["tool_calls"][0]
 """
 
 
+PROGRAM = """
+import sys
+
+[file] = [word.partition("=")[2] for word in sys.argv if word.startswith("--message-file=")]
+ask("any", {"role": "user", "content": open(file).read()})
+print(os.getcwd())
+"""
+
+
+def test_a_program_known_by_name_starts_in_this_folder(running: Bench) -> None:
+    running.script("aider", f"#!{sys.executable}\n{ASKING}{PROGRAM}").chmod(0o755)
+    path = f"{running.folder}{os.pathsep}{os.environ['PATH']}"
+    upstream = ("--upstream", running.upstream.url)
+
+    done = running.agl("run", *upstream, "--harness", "aider", "--", "Fix", "it.", PATH=path)
+    refused = running.agl("run", *upstream, "--harness", "command", "--", "aider", PATH=path)
+
+    assert (done.returncode, done.stdout) == (0, f"{running.folder}\n"), done.stderr
+    rollout, _, episode = running.recorded()
+    assert rollout.task.input == "Fix it."
+    [call] = episode.transitions
+    assert call.messages == ({"role": "user", "content": "Fix it."},)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--harness command needs settings (command). Run it itself: agl run -- COMMAND" in refused.stderr
+
+
 def test_all_of_its_processes_are_seen_and_nobody_else_is_told(running: Bench, agl: Agl) -> None:
     running.script("agent.py", PARENT)
     running.script("child.py", CHILD)
