@@ -48,7 +48,7 @@ class ScriptedEngine(Engine):
     async def update(self, policy: str, batch: Batch, progress: Progress | None = None) -> UpdateResult:
         named = ("values", "group", "rollout", "turn", "version", "weight")
         columns = {name: getattr(batch, f"{name}_N").tolist() for name in named}
-        self._seen["updates"].append({"policy": policy, "kind": batch.kind, **columns})
+        self._seen["updates"].append({"policy": policy, "kind": batch.kind, "calls": batch.calls, **columns})
         self._versions[policy] += 1
         zeros = np.zeros(len(batch))
         return UpdateResult(self._versions[policy], dict(MEASURED), zeros, zeros, (None,) * len(batch))

@@ -171,8 +171,9 @@ async def test_every_policy_trains_by_its_own_algorithm_and_credit(bench: Bench)
     author, judge = run.updates[2:]
     assert (author["kind"], judge["kind"]) == ("reward", "return")
     assert (author["turn"], judge["turn"]) == ([0, 2] * 2, [1, 3] * 2)
+    assert (author["values"], judge["values"]) == ([0.0] * 4, [0.25, 1.0] * 2)
     # The terminal reward of 1 comes with the critic's last call, which is part of what the writer sees happen.
-    assert (author["values"], judge["values"]) == ([0.0, 1.0] * 2, [0.25, 1.0] * 2)
+    assert [[reward for _, _, reward, _ in calls] for calls in author["calls"]] == [[0.0, 0.0, 0.0, 1.0]] * 2
     assert author["version"] == judge["version"] == [1] * 4
 
     trained = [line for line in run.metrics if line["kind"] == "train"]
