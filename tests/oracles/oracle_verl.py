@@ -166,7 +166,10 @@ class PolicyLoss:
         if self.importance is not None:
             level, threshold = self.importance
             log_ratio_NL = batch.padded("old") - batch.padded("behaviour")
-            weights_NL, _ = compute_rollout_correction_weights(log_ratio_NL, mask_NL, level, threshold)
+            try:
+                weights_NL, _ = compute_rollout_correction_weights(log_ratio_NL, mask_NL, level, threshold)
+            except ZeroDivisionError:  # All weights are 0, and its metrics divide by their mean.
+                weights_NL = torch.zeros_like(log_ratio_NL)
         config = ActorConfig(
             strategy="fsdp",
             rollout_n=1,
