@@ -24,7 +24,7 @@ BOUNDS = {
     "lines of the largest room of both": 2875,
     "modules in a circle of imports": 0,
     "lines of all Python": 111104,
-    "words of Markdown": 79776,
+    "words of Markdown": 79797,
     "files that one call passes": 36,
     "settings": 204,
 }

@@ -263,7 +263,7 @@ def _reported(folder: Path, status: int | None) -> tuple[float, str]:
             values.append(float(reward))
         if (text := _read_report(folder / "reward.txt")) is not None:
             if not re.fullmatch(r"\s*[\d.eE+-]+\s*", text, re.ASCII):
-                raise ValueError("the report in reward.txt is no number")
+                raise ValueError("the text report is no number")
             values.append(float(text))
         # Harbor takes reward.json of two; code under test may have planted it.
         if len(set(values)) != 1 or not 0 <= values[0] <= 1:
