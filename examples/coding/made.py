@@ -108,7 +108,7 @@ class Bug:
     tests: tuple[str, ...]
     """The lines of tests that fail."""
     others: tuple[str, ...] = ()
-    """Those of tests that pass."""
+    """Lines of tests that pass."""
 
     def first_failure(self, text: str) -> str:
         """The answer of the tool `test`, as check.py gives it."""

@@ -201,7 +201,7 @@ async def check(stack: Stack, server: Server, rollout: str, play: Play) -> Attem
 
 
 async def count(program: str, test: str, stack: Stack, plays: Iterable[str]) -> None:
-    """Count housekeeping for the page, which has the pinned releases: the script's label, and what was told of it."""
+    """Count housekeeping for the page, which has the pinned releases: the script's labels, and those that calls got."""
     counts = Counter[str]()
     for rollout in plays:
         [attempt] = await stack.store.attempts(rollout)

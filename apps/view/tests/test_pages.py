@@ -315,17 +315,15 @@ def test_calls_past_agl_and_undelivered_replies_stand_before_the_turn_that_count
 def test_a_sub_agents_turn_is_indented_and_the_evidence_of_a_reward_stands_below_it(runs: Folder) -> None:
     asks = {"id": "t", "type": "function", "function": {"name": "ask", "arguments": '{"prompt": "What is 6?"}'}}
     asked = make.choice(message={"role": "assistant", "content": None, "tool_calls": [asks]})
-    records = []
-    for record in rollout("s1-g0-m0", answer="6", reward=1.0):
-        match record:
-            case Call(sequence=0):
-                request = {**record.request, "tools": [{"type": "function", "function": {"name": "ask"}}]}
-                record = replace(record, agent=None, choices=(asked,), request=request)
-            case Call():
-                record = replace(record, agent=None, request={"messages": [{"role": "user", "content": "What is 6?"}]})
-            case Reward():
-                record = replace(record, evidence="<b>2</b> of 3\ntests passed.")
-        records.append(record)
+    _, _, first, second, _, reward, *_ = records = rollout("s1-g0-m0", answer="6", reward=1.0)
+    assert isinstance(first, Call)
+    offered = {**first.request, "tools": [{"type": "function", "function": {"name": "ask"}}]}
+    told = {"messages": [{"role": "user", "content": "What is 6?"}]}
+    records[2:4] = (
+        replace(first, agent=None, choices=(asked,), request=offered),
+        replace(second, agent=None, request=told),
+    )
+    records[5] = replace(reward, evidence="<b>2</b> of 3\ntests passed.")
     runs.make("calc", *records)
 
     page = runs.page("/runs/calc/rollouts/s1-g0-m0")
@@ -334,7 +332,6 @@ def test_a_sub_agents_turn_is_indented_and_the_evidence_of_a_reward_stands_below
     turns = [tag["class"] for name, tag in Parsed(page).tags if name == "li" and "data-item" in tag]
     assert [str(turn).split()[-1] for turn in turns] == ["depth0", "depth1"]
     assert "sub-agent of turn 0, its turn 0" in page
-    assert "evidence of right" in page
     assert "<pre>&lt;b&gt;2&lt;/b&gt; of 3\ntests passed.</pre>" in page
 
 

@@ -239,7 +239,7 @@ def test_each_policy_takes_rewards_or_returns_by_its_own_rule_over_the_whole_gro
     assert list(batches) == ["author", "judge"]
     author, judge = batches.values()
     assert (author.kind, judge.kind) == (CreditKind.REWARD, CreditKind.RETURN)
-    # What the judge earns is beside the author's rewards, and not the other way round.
+    # The judge's rewards are beside the author's, and not the other way round.
     assert author.values_N.tolist() == [800.0, 802.0] * 2
     assert [[call.reward for call in of_rollout] for of_rollout in author.calls] == [[800.0, 801.0, 802.0, 803.0]] * 2
     assert not judge.calls

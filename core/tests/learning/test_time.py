@@ -89,7 +89,7 @@ class Definition:
     of: dict[Node, float] = field(default_factory=dict)
 
     def alone(self, calls: Sequence[Node]) -> float:
-        """What a thread earns by itself, seen from the step before it."""
+        """The earnings of a thread by itself, seen from the step before it."""
         if not calls:
             return 0.0
         gamma = self.gamma if calls[0].is_trained else 1.0
