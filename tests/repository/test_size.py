@@ -23,7 +23,7 @@ BOUNDS = {
     "lines of the server": 13463,
     "lines of the largest room of both": 2875,
     "modules in a circle of imports": 0,
-    "lines of all Python": 111104,
+    "lines of all Python": 111116,
     "words of Markdown": 79797,
     "files that one call passes": 36,
     "settings": 204,

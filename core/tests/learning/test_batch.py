@@ -253,6 +253,21 @@ def test_each_policy_takes_rewards_or_returns_by_its_own_rule_over_the_whole_gro
     assert {record.dropped for record in prepared.dropped} == {DropReason.UNTRAINED_AGENT}
 
 
+def test_calls_stand_at_the_number_of_their_rollout_also_where_a_policy_made_none() -> None:
+    alone = built("b", [make.call(i, rollout="b", agent="critic", policy="judge") for i in range(2)], 0.0)
+    group = [conversation("a", 1.0), alone, conversation("c", 0.0)]
+
+    def by_member(episodes: Sequence[Episode]) -> list[list[float]]:
+        return [[100.0 * n + i for i in range(len(of.transitions))] for n, of in enumerate(episodes)]
+
+    credit = PolicyCredit("by member", by_member, CreditKind.REWARD)
+    batches = make_batches([group], BatchPlan(dict.fromkeys(("author", "judge"), credit))).batches
+    assert [len(batch.calls) for batch in batches.values()] == [2, 3]
+    for batch in batches.values():
+        for number, turn, value in zip(batch.rollout_N, batch.turn_N, batch.values_N, strict=True):
+            assert {call.turn: call.reward for call in batch.calls[number]}[turn] == value
+
+
 @pytest.mark.parametrize(
     ("rule", "problem"),
     [
