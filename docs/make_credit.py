@@ -68,7 +68,6 @@ ARMS: Mapping[str, Arm] = {
     "air": Arm("air"),
     "air, mixed": Arm("air", {"form": "mixed"}),
     "gigpo": Arm("gigpo"),
-    "grouped": Arm("grouped"),
     "ppo, across calls": Arm("immediate", algorithm="ppo", options={**ACROSS, "critic_learning_rate": 4e-3}),
     "oracle": Arm(ORACLE),
     "immediate": Arm("immediate"),

@@ -1,6 +1,6 @@
-"""Credit that compares a group's rollouts, and their calls at states that several of them met: GiGPO, and `grouped`.
+"""GiGPO: credit that compares a group's rollouts, and their calls at states that several of them met.
 
-Both yield advantages. Each begins with the episode's advantage, GRPO's (arXiv 2402.03300, section 4.1.2): with the
+It begins with the episode's advantage, GRPO's (arXiv 2402.03300, section 4.1.2): with the
 returns R of the group's rollouts (`agl_core.types.episode_return`), their mean μ and unbiased standard deviation σ,
 
     z_i = (R_i − μ) / (σ + 1e-6)        0 if all R are equal, or there is one rollout
@@ -22,7 +22,6 @@ from pydantic import Field
 
 from agl_core import Capability, CreditKind, credit_rule
 from agl_core.types import Episode, Transition, are_equal, discounted_returns, episode_return
-from agl_core.types.episodes import episode_gae
 
 EPSILON = 1e-6
 """Added to a group's standard deviation, as GRPO does."""
@@ -61,43 +60,6 @@ def gigpo(
         ]
         for episode, z, of_episode in zip(episodes, episode_advantages(episodes), returns, strict=True)
     ]
-
-
-@credit_rule(kind=CreditKind.ADVANTAGE, needs={Capability.GROUPS})
-def grouped(
-    episodes: Sequence[Episode],
-    *,
-    kappa: Annotated[float, Field(ge=0, description="κ: the calls for which the group's mean return counts.")] = 1.0,
-    gamma: Annotated[float, Field(ge=0, le=1, description="γ: the worth of a reward one call earlier.")] = 1.0,
-    lam: Annotated[float, Field(ge=0, le=1, description="GAE's λ: 0 trusts the states' values one step ahead.")] = 0.9,
-    anchor: Anchor = (),
-) -> list[list[float]]:
-    """GAE over calls, with the group's own mean at a state as its value: a critic without a network.
-
-        V(s) = (κ · μ + Σ G) / (κ + n)        over the n calls at s of at least two rollouts; elsewhere V(s) = μ
-        A_t  = GAE_t / (σ + 1e-6)                     over these values (`agl_core.types.episodes.gae`)
-
-    Conserves: with λ = γ = 1, without shared states and without rewards of single calls, it is `identical`.
-    """
-    if not episodes:
-        return []
-    totals = [episode_return(episode) for episode in episodes]
-    if len(episodes) < 2 or are_equal(totals):
-        return [[0.0] * len(episode.transitions) for episode in episodes]
-    baseline, scale = fmean(totals), 1 / (stdev(totals) + EPSILON)
-    returns = [discounted_returns(episode, gamma) for episode in episodes]
-    values = {
-        state: (kappa * baseline + sum(met.values())) / (kappa + len(met))
-        for state, met in _visits(episodes, returns, anchor).items()
-        if len({rollout for rollout, _ in met}) > 1
-    }
-
-    def advantages(episode: Episode) -> list[float]:
-        states = (_state(transition, anchor) for transition in episode.transitions)
-        of_states = [baseline if state is None else values.get(state, baseline) for state in states]
-        return [scale * advantage for advantage in episode_gae(episode, of_states, gamma, lam)]
-
-    return [advantages(episode) for episode in episodes]
 
 
 def episode_advantages(episodes: Sequence[Episode]) -> list[float]:

@@ -9,7 +9,6 @@ from agl_rewards.evaluators import overlong as overlong
 from agl_rewards.evaluators import regex_format as regex_format
 from agl_rewards.evaluators import token_f1 as token_f1
 from agl_rewards.group_credit import gigpo as gigpo
-from agl_rewards.group_credit import grouped as grouped
 from agl_rewards.judge import JudgeOptions, judge
 from agl_rewards.reasoning import ReasoningGymRule
 from agl_rewards.reasoning import reasoning_gym_tasks as reasoning_gym_tasks

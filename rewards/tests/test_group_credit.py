@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
@@ -20,7 +19,7 @@ from agl_core.learning.transitions import build_episode
 from agl_core.testing import episodes as make
 from agl_core.types import Episode, Reward, ToolResult, ToolStatus, Transition, episode_return
 from agl_rewards.air import MALFORMED, tool_terms
-from agl_rewards.group_credit import gigpo, grouped
+from agl_rewards.group_credit import gigpo
 
 from .conftest import rule as make_rule
 
@@ -282,46 +281,6 @@ class TestGigpo:
         ]
         theirs = [2.283812, 2.318145, 1.519062, 2.473979, -2.247449, -1.392532, -1.392532, -1.59228, -0.41478]
         assert flat(gigpo(group(members), omega=2.0)) == pytest.approx(theirs, abs=1e-6)
-
-
-class TestGrouped:
-    @given(members=MEMBERS, lam=st.floats(0, 1), gamma=st.floats(0, 1), kappa=st.sampled_from([0.5, 1.0, 4.0]))
-    def test_it_is_gae_on_the_groups_means(
-        self, members: list[tuple[list[Step], float]], lam: float, gamma: float, kappa: float
-    ) -> None:
-        episodes = group(members)
-        totals = [episode_return(episode) for episode in episodes]
-        values = grouped(episodes, kappa=kappa, gamma=gamma, lam=lam, anchor=("room",))
-        if len(totals) < 2 or stdev(totals) < 1e-9:
-            assert set(flat(values)) <= {0.0}
-            return
-        met = defaultdict[int, set[int]](set)
-        for i, (steps, _) in enumerate(members):
-            for step in steps:
-                met[step.room].add(i)
-        to_go = visits(episodes, [[*_to_go(episode, gamma)] for episode in episodes])
-        for (steps, end), of_episode in zip(members, values, strict=True):
-            worth = [
-                (kappa * fmean(totals) + sum(to_go[s.room])) / (kappa + len(to_go[s.room]))
-                if len(met[s.room]) > 1
-                else fmean(totals)
-                for s in steps
-            ]
-            earned = [s.reward for s in steps[:-1]] + [steps[-1].reward + end]
-            deltas = [r + gamma * after - now for r, (now, after) in zip(earned, pairwise([*worth, 0.0]), strict=True)]
-            expected = [
-                sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(steps))
-            ]
-            assert of_episode == near([value / (stdev(totals) + 1e-6) for value in expected])
-
-    @given(members=MEMBERS)
-    def test_without_a_shared_state_and_with_lambda_one_it_is_identical_up_to_what_was_earned_before(
-        self, members: list[tuple[list[Step], float]]
-    ) -> None:
-        unrewarded = [([_with(step, reward=0.0) for step in steps], end) for steps, end in members]
-        episodes = group(unrewarded)
-        values = grouped(episodes, lam=1.0, gamma=1.0, anchor=("floor",))
-        assert flat(values) == near(flat(relative_returns(episodes)))
 
 
 class TestToolResults:

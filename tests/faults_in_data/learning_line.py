@@ -86,7 +86,7 @@ WAYS = (
     Way("grpo", "discounted", (("importance_cap", 2.0), ("importance_level", "sequence"), ("ratio", "sequence"))),
     Way("grpo", "gigpo", (("surrogate", "cispo"),), CreditKind.ADVANTAGE),
     Way("grpo", "air", (("beta", 0.04), ("aggregation", "token-mean")), CreditKind.ADVANTAGE),
-    Way("reinforce++", "grouped", (), CreditKind.ADVANTAGE),
+    Way("reinforce++", "gigpo", (), CreditKind.ADVANTAGE),
     Way("ppo", "discounted", (("minibatches", 2),)),
     Way("ppo", "immediate", (("across_calls", True),), CreditKind.REWARD),
     Way("reinforce++", "identical"),

@@ -20,7 +20,7 @@ from agl_core.builtin import identical, immediate
 from agl_core.learning.batch import BatchPlan, PolicyCredit, make_batches
 from agl_core.testing import episodes as make
 from agl_core.types import Batch, CreditKind, Episode, Reward
-from agl_rewards.group_credit import grouped
+from agl_rewards.group_credit import gigpo
 
 VERSION, MAX_STALENESS = 3, 1
 """The trainer's version, and how old an episode may be: some are of this version, some one older, one two older."""
@@ -31,7 +31,7 @@ AFRESH = 0.25
 """The share of calls that do not continue the one before."""
 WEIGHTS = (1.0, 0.5, 2.0)
 """Of the groups, in turns."""
-RULES = {CreditKind.RETURN: identical, CreditKind.REWARD: immediate, CreditKind.ADVANTAGE: grouped}
+RULES = {CreditKind.RETURN: identical, CreditKind.REWARD: immediate, CreditKind.ADVANTAGE: gigpo}
 
 
 class Kind(StrEnum):

@@ -138,7 +138,6 @@ class TestIdentical:
 VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "discounted": [{"gamma": 0.0}, {"gamma": 1.0}],
     "gigpo": [{"omega": 0.5, "gamma": 0.5}],
-    "grouped": [{"kappa": 4.0, "lam": 0.5}],
     "air": [{"beta": 0.0}, {"form": "mixed", "alpha": 0.7}],
 }
 """Settings to try beside the defaults."""
@@ -179,7 +178,7 @@ def test_every_rule_that_is_shipped_is_tried() -> None:
     names = {credit.name for credit in RULES}
     assert {"identical", "immediate", "discounted"} <= names
     if importlib.util.find_spec("agl_rewards"):
-        assert {"air", "air {'form': 'mixed', 'alpha': 0.7}", "gigpo", "grouped"} <= names
+        assert {"air", "air {'form': 'mixed', 'alpha': 0.7}", "gigpo"} <= names
     assert {credit.kind for credit in RULES if credit.name == "immediate"} == {CreditKind.REWARD, CreditKind.RETURN}
 
 
