@@ -35,20 +35,18 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def component(
-    function: Any,
     kind: Kind,
     name: str | None = None,
     make: Callable[..., Any] = partial,
     options: type[BaseModel] | None = None,
     **declared: Any,
-) -> Any:
-    """The decorated function, or, without one (`@decorator(name=…)`), the decorator.
+) -> Callable[[Decorated], Decorated]:
+    """A decorator: `make(function, *context, **settings)` makes the component, by default a partial of the function.
 
-    `make(function, *context, **settings)` makes the component, by default the function with its settings filled in.
     With `options`, the decorated thing is the builder.
     """
 
-    def decorate(thing: Any) -> Any:
+    def decorate(thing: Decorated) -> Decorated:
         def build(options: BaseModel, *context: Any) -> Any:
             settings = {name: getattr(options, name) for name in type(options).model_fields}
             return make(thing, *context, **settings)
@@ -61,7 +59,7 @@ def component(
         setattr(thing, DECORATED, bring)
         return thing
 
-    return decorate if function is None else decorate(function)
+    return decorate
 
 
 def _options_of(thing: Callable[..., Any]) -> type[BaseModel]:
@@ -91,7 +89,8 @@ def reward_rule(function: Any = None, *, name: str | None = None, isolated: bool
     `isolated`, a function of a module, and not async: it is called in a process without keys, files of the run or
     network, with limits of time and memory (docs/security.md).
     """
-    return component(function, kinds.REWARD, name, _isolated if isolated else _rule)
+    decorate = component(kinds.REWARD, name, _isolated if isolated else _rule)
+    return decorate if function is None else decorate(function)
 
 
 def _rule(function: Callable[..., Any], _: object, **settings: Any) -> Any:
@@ -114,8 +113,7 @@ def group_reward_rule(function: Decorated) -> Decorated:
     def make(function: Decorated, _: object, **settings: Any) -> GroupRewardRule:
         return GroupRewardRule(partial(function, **settings))
 
-    decorated: Decorated = component(function, kinds.REWARD, None, make, needs={Capability.GROUPS})
-    return decorated
+    return component(kinds.REWARD, None, make, needs={Capability.GROUPS})(function)
 
 
 def credit_rule(
@@ -132,10 +130,7 @@ def credit_rule(
     it needs of the rest of the run, for instance `Capability.GROUPS`. If tool results count in its values, it provides
     `Capability.TOOL_RESULTS`.
     """
-    decorate: Callable[[Decorated], Decorated] = component(
-        None, kinds.CREDIT, name, yields=kind, needs=needs, provides=provides
-    )
-    return decorate
+    return component(kinds.CREDIT, name, yields=kind, needs=needs, provides=provides)
 
 
 def algorithm(
@@ -151,10 +146,7 @@ def algorithm(
     of these kinds (none: rewards mean nothing to it), and `needs` this of the rest of the run; both may be computed
     from the settings.
     """
-    decorate: Callable[[Decorated], Decorated] = component(
-        None, kinds.ALGORITHM, name, operator.call, options, takes=takes, needs=needs
-    )
-    return decorate
+    return component(kinds.ALGORITHM, name, operator.call, options, takes=takes, needs=needs)
 
 
 def adapter(
@@ -188,7 +180,8 @@ def task_source(function: Any = None, *, name: str | None = None) -> Any:
 
     Settings of type `Path` are relative to the configuration file.
     """
-    return component(function, kinds.TASK_SOURCE, name, _listed)
+    decorate = component(kinds.TASK_SOURCE, name, _listed)
+    return decorate if function is None else decorate(function)
 
 
 def endless_task_source(*, name: str | None = None, held_out: int | None = None) -> Callable[[Decorated], Decorated]:
@@ -208,8 +201,7 @@ def endless_task_source(*, name: str | None = None, held_out: int | None = None)
 
         return SimpleNamespace(size=None if is_endless else held_out, task=task)
 
-    decorate: Callable[[Decorated], Decorated] = component(None, kinds.TASK_SOURCE, name, make)
-    return decorate
+    return component(kinds.TASK_SOURCE, name, make)
 
 
 def _listed(function: Callable[..., Iterable[Any]], folder: Path, seed: int, **settings: Any) -> Any:
@@ -231,5 +223,4 @@ def tracker(function: Decorated) -> Decorated:
     def make(function: Decorated, run_dir: Path, **settings: Any) -> Any:
         return SimpleNamespace(log=partial(function, **settings), close=lambda: None)  # Nothing is kept open.
 
-    decorated: Decorated = component(function, kinds.TRACKER, None, make)
-    return decorated
+    return component(kinds.TRACKER, None, make)(function)
