@@ -25,8 +25,6 @@ class Mode(StrEnum):
 
 
 class RolloutState(StrEnum):
-    """A rollout is queued, then running, then done."""
-
     QUEUED = "queued"
     RUNNING = "running"
     DONE = "done"
@@ -112,8 +110,6 @@ class LineageKind(StrEnum):
 
 
 class ToolStatus(StrEnum):
-    """The end of a tool call."""
-
     OK = "ok"
     ERROR = "error"
     TIMEOUT = "timeout"
@@ -144,68 +140,44 @@ class CreditKind(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why a transition or an episode was not trained on. Each is counted and shown."""
+    """Why a transition or an episode was not trained on (docs/faults.md). Each is counted and shown."""
 
     NO_TOKEN_IDS = "no_token_ids"
     INCOMPLETE_IDS = "incomplete_ids"
-    """The model server returned fewer token ids than it counted."""
     NO_LOGPROBS = "no_logprobs"
     EMPTY_RESPONSE = "empty_response"
     NON_FINITE = "non_finite"
     UNTRAINED_AGENT = "untrained_agent"
     HOUSEKEEPING = "housekeeping"
-    """A program made the call for itself (`train.housekeeping`)."""
     FULLY_MASKED = "fully_masked"
-    """No token of the response was sampled by the policy (all were forced)."""
     PLUGIN = "plugin"
-    """An `episode_built` hook dropped it."""
     ENDING = "ending"
-    """The run's table of endings drops rollouts that ended like this."""
     NO_TRANSITION = "no_transition"
-    """The episode has no transition that can be trained on."""
     GROUP_TOO_SMALL = "group_too_small"
-    """Its group lost so many members that nothing is left to compare with."""
     NO_ADVANTAGE = "no_advantage"
-    """The algorithm gave it an advantage of exactly zero (for GRPO: the group's rewards are equal)."""
     NO_CONTRAST = "no_contrast"
-    """Its group's returns are equal, and another group was run instead (`train.refill`)."""
     REWARD_FAILED = "reward_failed"
-    """A reward rule raised."""
     TOO_LONG = "too_long"
-    """Longer than the engine can train on."""
     DISTORTED = "distorted"
-    """Its log-probabilities are of another distribution: `top_p`, penalties, temperature 0."""
     CONSTRAINED = "constrained"
-    """It had to have a form (a JSON schema, say), and the engine's training pass does not know the allowed tokens."""
     NO_REWARD = "no_reward"
-    """No rule scored a session: a missing reward is not 0."""
     ABORTED = "aborted"
-    """The model server broke the response off: its end is not the policy's doing."""
     UNDELIVERED = "undelivered"
-    """The client hung up before the reply came, or left the stream."""
     STALLED = "stalled"
-    """It timed out or crashed because the machine kept it waiting (alarm `stall`)."""
     TRUNCATED = "truncated"
     """The token limit cut a response of it off (`train.truncated`)."""
     STALE = "stale"
-    """A call of its episode was answered by weights too many updates old (`async.max_staleness`)."""
 
 
 class PrefixBreak(StrEnum):
-    """Why the recorded token ids of an earlier reply were not spliced into a prompt that has it."""
+    """Why recorded token ids of an earlier reply were not spliced into a prompt that has it (docs/exactness.md)."""
 
     EDITED = "edited"
-    """Another reply stands in its place."""
     MOVED = "moved"
-    """Other messages stand before the reply."""
     TEMPLATE = "template"
-    """The chat template writes the reply, or the messages before, otherwise in a longer conversation."""
     REQUEST = "request"
-    """The request has other tools, or other variables for the chat template, than the reply's."""
     CUT = "cut"
-    """The reply was cut short, and the chat template does not write it as it was sampled."""
     SERVER = "server"
-    """The rollout has moved from another model server, which has the reply's ids."""
     OTHER = "other"
     """The model server does not say."""
 
@@ -215,47 +187,32 @@ class Verdict(StrEnum):
 
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
-    """It has a symptom."""
     UNOBSERVED = "unobserved"
     """It has no symptom, but evidence is missing: it may have one that was not recorded."""
 
 
 class Symptom(StrEnum):
-    """Why a rollout is unhealthy."""
+    """Why a rollout is unhealthy (docs/health.md)."""
 
     ENDING = "ending"
-    """It did not finish."""
     REWARD_FAILED = "reward_failed"
-    """A reward rule raised."""
     TRUNCATED = "truncated"
-    """A response was cut off, by the token limit or by the model server."""
     PARSE_ERROR = "parse_error"
-    """The tool calls of a response did not parse."""
     REPETITION = "repetition"
-    """A response ends in a loop: one piece of text, again and again."""
     GIBBERISH = "gibberish"
-    """A response is not text, or was sampled from a distribution that is near to chance."""
     EMPTY_ANSWER = "empty_answer"
-    """Its last response has neither text nor a tool call."""
     TOOLS_FAILED = "tools_failed"
-    """It used tools, and all of them failed."""
     PREFIX_BROKEN = "prefix_broken"
-    """An earlier reply was echoed, but its recorded token ids could not be spliced in."""
     PROMPT_CUT = "prompt_cut"
-    """The model server cut a prompt: it has fewer tokens than its text needs."""
 
 
 class Evidence(StrEnum):
-    """A part of a rollout that was not recorded, though it happened."""
+    """A part of a rollout that was not recorded, though it happened (docs/health.md)."""
 
     CALLS = "calls"
-    """A call to a model API that is not agl's."""
     TOKEN_IDS = "token_ids"
-    """The token ids or log-probabilities of a response."""
     TOOL_RESULTS = "tool_results"
-    """The result of a tool call that a response asked for."""
     AGENT_NAMES = "agent_names"
-    """The agent that made a call, where several agents made calls."""
 
 
 class AlarmName(StrEnum):
