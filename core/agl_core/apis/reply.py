@@ -93,20 +93,9 @@ class Usage(Struct, frozen=True):
             cached=_count(details.get("cached_tokens") if isinstance(details, dict) else None, 0),
         )
 
-    def counted(self) -> dict[str, Json]:
-        """The `usage` of a chat completion."""
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-        }
-
 
 class RawReply(Struct, frozen=True, eq=False):
-    """An upstream's reply with status 200 as it came.
-
-    Retries are answered from it: taken apart, each reply is a dozen objects for the garbage collector.
-    """
+    """An upstream's reply with status 200 as it came, and as it is kept: taken apart, it is a dozen objects."""
 
     body: bytes
     policy: str | None
@@ -139,6 +128,8 @@ class Reply(Struct, frozen=True, eq=False):
     """The chat completion for the agent: without token ids and agl's extras."""
     choices: tuple[Choice, ...]
     prompt_ids: Tokens | None
+    usage: Usage
+    """The upstream's numbers, else counted ones; 0 if neither is known."""
     version: int | None
     """None if the upstream does not name it."""
     prefix_broken: PrefixBreak | None
@@ -148,27 +139,17 @@ class Reply(Struct, frozen=True, eq=False):
     """The stop string that ended the first choice, if the upstream names it."""
     prompt_logprobs: Json = None
 
-    @property
-    def usage(self) -> Usage:
-        """The upstream's numbers, else counted ones; 0 if neither is known."""
-        sampled = sum(0 if choice.response_ids is None else len(choice.response_ids) for choice in self.choices)
-        return Usage.read(self.completion.get("usage"), self.prompt_ids, sampled)
-
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 
 class PromptIds:
-    """The prompt ids of an attempt's latest reply, with which the next turn's usually begin.
-
-    Only the added ids are parsed then, not some ten thousand numbers.
-    """
+    """The prompt ids of an attempt's latest reply: if the next turn's begin with them, only added ones are parsed."""
 
     def __init__(self) -> None:
         self._text, self._ids = b"", _NO_TOKENS
 
     def parse(self, body: bytes) -> tuple[_Sent, Tokens | None]:
-        """A reply, and its prompt ids."""
         key = body.find(_PROMPT_IDS) if len(body) > _LONG else -1
         start = key + len(_PROMPT_IDS)
         start += body.startswith(b" ", start)
@@ -183,9 +164,9 @@ class PromptIds:
     def _continue(self, text: bytes) -> Tokens:
         added = text.removeprefix(self._text)
         if len(added) == len(text) or added[:1] not in (b"", b","):
-            ids = _tokens(_IDS.decode(b"[%b]" % text))
+            ids = np.array(_IDS.decode(b"[%b]" % text), np.int32)
         else:
-            ids = np.concatenate([self._ids, _tokens(_IDS.decode(b"[0%b]" % added))[1:]])
+            ids = np.concatenate([self._ids, np.array(_IDS.decode(b"[0%b]" % added)[1:], np.int32)])
         self._text, self._ids = text, ids
         return ids
 
@@ -193,10 +174,7 @@ class PromptIds:
 def read_reply(
     body: bytes, headers: Mapping[str, str], reply_id: str, *, logprobs: bool, earlier: PromptIds | None = None
 ) -> Reply:
-    """Take apart a reply with status 200; ApiError 502 if it is no chat completion.
-
-    `logprobs`: the agent is to see log-probabilities. `earlier` is of the same attempt.
-    """
+    """Take apart a reply with status 200; ApiError 502 if it is no chat completion. `earlier`: of the same attempt."""
     return RawReply(body, headers.get(HEADER_POLICY), headers.get(HEADER_IGNORED), reply_id, logprobs).read(earlier)
 
 
@@ -222,7 +200,8 @@ def _read(raw: RawReply, sent: _Sent, prompt_ids: Tokens | None) -> Reply:
     if all(sampled) and usage.completion > sum(sampled):
         choices = tuple(replace(choice, lacks_ids=True) for choice in choices)
     if sent.usage in (None, UNSET) and prompt_ids is not None and all(sampled):
-        sent.usage = usage.counted()
+        counted = {"prompt_tokens": usage.prompt, "completion_tokens": usage.completion}
+        sent.usage = {**counted, "total_tokens": sum(counted.values())}
     logprobs = (
         [own.get("logprobs") for own in parse_json(raw.body)["choices"]] if raw.logprobs else [None] * len(choices)
     )
@@ -247,6 +226,7 @@ def _read(raw: RawReply, sent: _Sent, prompt_ids: Tokens | None) -> Reply:
         completion=completion,
         choices=choices,
         prompt_ids=prompt_ids,
+        usage=usage,
         version=None if version is None else int(version),
         prefix_broken=next((k for k in PrefixBreak if k == cause), PrefixBreak.OTHER) if cause else None,
         prefilled=extras.prefilled,
@@ -371,13 +351,9 @@ def _shown(word: Json, reason: FinishReason) -> str:
 
 
 def _ids(values: list[int] | int | None) -> Tokens | None:
-    return None if values is None else _tokens(values)
-
-
-def _tokens(values: list[int] | int) -> Tokens:
     if isinstance(values, int):
         raise TypeError("token ids are no list")
-    return np.array(values, np.int32)
+    return None if values is None else np.array(values, np.int32)
 
 
 def _logprobs(logprobs: _SentLogprobs | None, ids: Tokens | None) -> Logprobs | None:

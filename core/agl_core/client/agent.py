@@ -24,7 +24,7 @@ from agl_core.capture.reports import PROMPTS
 from agl_core.errors import AgentError, last_frames, nearest
 from agl_core.plugins import add_to_path
 from agl_core.types import Ending, Json, Mode, ToolResult
-from agl_core.types.forms import count_values, dump_json, jsonable, without_halves
+from agl_core.types.forms import count_values, dump_json, jsonable, text_of, without_halves
 from agl_core.wire import MAX_BODY, MAX_DEPTH, MAX_REPORTS, MAX_RESULT, MAX_VALUES, Assignment, CloseRequest
 
 logger = logging.getLogger(__name__)
@@ -265,8 +265,6 @@ def _seconds_without_cpu() -> float:
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnd:
-    """How an attempt ended, as the worker saw it."""
-
     ending: Ending
     result: Json = None
     error: str | None = None
@@ -298,11 +296,7 @@ def crashed(error: BaseException) -> AttemptEnd:
     """The end of an agent that raised: the error, where it was raised, and the end of its traceback."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({os.path.basename(last[0].filename)}:{last[0].lineno})" if last else ""
-    try:
-        message = str(error)
-    except Exception as failure:
-        message = f"(its message cannot be read: {type(failure).__name__})"
-    message = jsonable(f"{type(error).__name__}: {message}", _MAX_ERROR // 2)
+    message = jsonable(f"{type(error).__name__}: {text_of(error)}", _MAX_ERROR // 2)
     return AttemptEnd(Ending.CRASHED, error=f"{message}{where}\n{last_frames(error)}".rstrip())
 
 

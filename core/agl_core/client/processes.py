@@ -61,7 +61,6 @@ _FIRST_CALLS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
         model="-", max_tokens=1, messages=_MESSAGES
     ),
 }
-"""By module."""
 _MAX_TEXT = 1 << 20
 """Characters kept of an output that does not end with JSON; JSON writes one as six bytes at most."""
 _MAX_ERRORS = 2000
@@ -170,16 +169,8 @@ def import_agent(entry: str, folder: str, attaches: bool, *plugins: str) -> Agen
 
 
 def prepare_agent(*agent: Any) -> None:
-    """Import the agent, and what its clients import at their first call, before the fork."""
+    """Import the agent, and what its clients import at their first call: 50 ms of CPU in each fork for openai's."""
     import_agent(*agent)
-    _warm_up()
-
-
-def _warm_up() -> None:
-    """Have the clients that the agent imported make a call here, to a mock transport.
-
-    A client imports most of what it needs at its first call: 50 ms of CPU time in each fork for openai's.
-    """
     for name, call in _FIRST_CALLS.items():
         library: Any = sys.modules.get(name)
         if library is not None:
@@ -357,21 +348,16 @@ class _Tail:
     """The last `MAX_RESULT` bytes of what was printed."""
 
     def __init__(self) -> None:
-        self._kept = bytearray()
+        self.kept = bytearray()
         self.size = 0
 
     def add(self, data: bytes) -> None:
-        self._kept += data
+        self.kept += data
         self.size += len(data)
-        del self._kept[:-MAX_RESULT]
-
-    @property
-    def dropped(self) -> int:
-        """Bytes that came before those that are kept."""
-        return self.size - len(self._kept)
+        del self.kept[:-MAX_RESULT]
 
     def text(self) -> str:
-        return self._kept.decode(errors="replace").strip()
+        return self.kept.decode(errors="replace").strip()
 
 
 class _Output:
@@ -432,6 +418,6 @@ def _printed(output: _Tail) -> Json:
         return parse_json(text.rpartition("\n")[2])
     except orjson.JSONDecodeError:
         kept = text[-_MAX_TEXT:]
-        left_out = output.dropped + len(text) - len(kept)
+        left_out = output.size - len(output.kept) + len(text) - len(kept)
         note = f"(of its output, {left_out} characters more, which came before, were not kept)\n"
         return f"{note}{kept}" if left_out else kept or None

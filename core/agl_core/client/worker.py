@@ -38,7 +38,6 @@ from agl_core.wire import (
     Answer,
     Asked,
     Assignment,
-    CloseReply,
     CloseRequest,
     HeartbeatReply,
     HeartbeatRequest,
@@ -142,7 +141,6 @@ class Runner(Protocol):
     @property
     def default_concurrency(self) -> int:
         """How many attempts run at the same time, unless the configuration says otherwise."""
-        ...
 
     async def start(self) -> None:
         """Get ready for the first attempt."""
@@ -152,7 +150,6 @@ class Runner(Protocol):
 
         When this is cancelled, nothing of the attempt is left running; if it has ended already, its end is returned.
         """
-        ...
 
     async def close(self) -> None:
         """Release what `start` took; no attempt is running any more."""
@@ -329,10 +326,7 @@ class Worker:
     async def _report(self, lease: Lease, request: CloseRequest, tries: int | None = None) -> None:
         """Close the attempt; while the server is away, `tries` times, or until it is back or this is cancelled."""
         self.endings[request.ending] += 1
-
-        def close() -> Coroutine[Any, Any, CloseReply]:
-            return self._client.ask(CLOSE, request, lease)
-
+        close = functools.partial(self._client.ask, CLOSE, request, lease)
         try:
             try:
                 await self._answered(close, tries)
@@ -344,10 +338,7 @@ class Worker:
             logger.log(level, "How %s/%s ended could not be reported: %s", lease.rollout, lease.attempt, error)
 
     async def _answered(self, ask: Callable[[], Coroutine[Any, Any, T]], tries: int | None = None) -> T:
-        """The server's answer, however long the server is away; UnreachableError after `tries`, or if it has moved.
-
-        The delays between tries double, up to ten seconds, with some randomness.
-        """
+        """The server's answer, however long the server is away; UnreachableError after `tries`, or if it has moved."""
         delay, since, failures = _FIRST_DELAY, 0.0, 0
         while True:
             try:

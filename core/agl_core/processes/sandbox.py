@@ -122,10 +122,7 @@ def _fork_server(owner: int) -> ForkServer:
 
 
 def _evaluate(job: dict[str, Any], channel: socket.socket) -> None:
-    """In the evaluator: write a line when it begins, and `["value", VALUE]` or `["error", TEXT]` as JSON.
-
-    A call that ends a process (`exit()`) ends it without either.
-    """
+    """In the evaluator: write a line at once, then `["value", VALUE]` or `["error", TEXT]`; neither after `exit()`."""
     result = channel.fileno()
     try:
         os.write(result, b"\n")
@@ -172,24 +169,19 @@ class IsolatedFunction(IsolatedRule):
 
 
 def _in_json(function: Callable[..., RewardValue], episode: Episode, settings: Mapping[str, Any]) -> Any:
-    """Reward an episode; returns a number, or a list of names, transition keys and rewards with their values."""
+    """Reward an episode; returns a number, a list of names or transition keys with their values, or one of rewards."""
     value = function(episode, **settings)
     if value is None or isinstance(value, int | float):
         return None if value is None else float(value)
     if isinstance(value, Mapping):
-        return [["part", part, float(number)] for part, number in value.items()]
-    return [["reward", dataclasses.asdict(reward)] for reward in value]
+        return [[part, float(number)] for part, number in value.items()]
+    return [dataclasses.asdict(reward) for reward in value]
 
 
 def _from_json(value: Any) -> RewardValue:
-    parts: dict[str | TransitionKey, float] = {}
-    rewards: list[Reward] = []
-    for kind, *what in value:
-        if kind == "part":
-            parts[what[0] if isinstance(what[0], str) else TransitionKey(*what[0])] = float(what[1])
-        else:
-            rewards.append(Reward(**what[0]))
-    return rewards or parts
+    if value and isinstance(value[0], dict):
+        return [Reward(**reward) for reward in value]
+    return {part if isinstance(part, str) else TransitionKey(*part): float(number) for part, number in value}
 
 
 def _enter_sandbox(result: int, seconds: float, reads: Iterable[str]) -> None:

@@ -227,10 +227,6 @@ def _wrong(place: str, expected: str, data: Json) -> ValueError:
     return ValueError(f"{place or 'it'} must be {expected}, not {data!r:.60}")
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 def _exactly(type_: type, named: str) -> Callable[[Json, str], Any]:
     def load(data: Json, place: str) -> Any:
         if type(data) is not type_:
@@ -262,8 +258,8 @@ _FORMS: Mapping[Any, Form] = {
     int: Form(operator.index, _exactly(int, "an integer")),
     bool: Form(bool, _exactly(bool, "true or false")),
     float: Form(_dump_float, _load_float),
-    Any: Form(_unchanged, lambda data, place: data),
-    Mapping[str, Json]: Form(_unchanged, _exactly(dict, "an object")),
+    Any: Form(lambda value: value, lambda data, place: data),
+    Mapping[str, Json]: Form(lambda value: value, _exactly(dict, "an object")),
 }
 
 
@@ -323,7 +319,7 @@ def jsonable(value: Any, limit: int = 16_384) -> Json:
     try:
         encoded = orjson.dumps(value, _plain, orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     except Exception:  # It contains itself, a number of more than 64 bits, …
-        return _cut(_text_of(value), limit)
+        return _cut(text_of(value), limit)
     return orjson.loads(encoded) if len(encoded) <= limit else _cut(encoded.decode(), limit)
 
 
@@ -335,10 +331,10 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if isinstance(value, Sequence | Set) and not isinstance(value, bytes | bytearray | memoryview):
         return list(value)
-    return _text_of(value)
+    return text_of(value)
 
 
-def _text_of(value: Any) -> str:
+def text_of(value: Any) -> str:
     try:
         return str(value)
     except Exception as error:
