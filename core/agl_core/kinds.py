@@ -34,8 +34,7 @@ class Capability(StrEnum):
     says how likely they are (`agl_core.protocols.Engine.tokenize` and `logprobs`). An algorithm that never asks for
     those log-probabilities provides it too."""
     DEMONSTRATIONS = "demonstrations"
-    """Recorded rollouts as tasks of training, whose replies are imitated, without rewards or log-probabilities. A task
-    source provides them."""
+    """Recorded rollouts as tasks of training, whose replies are imitated. A task source provides them."""
     GROUPS = "groups"
     """Several rollouts of each task, to compare. The run's settings provide these two."""
     UNIT_TEMPERATURE = "temperature 1"
@@ -93,9 +92,7 @@ class Component:
     doc: str | None = None
     """Absent: the builder's docstring."""
     needs: Collection[Capability] | Callable[[Any], Collection[Capability]] = ()
-    """Its needs of the rest of the run."""
     provides: Collection[Capability] = ()
-    """Its offers to the rest of the run."""
     takes: CreditKinds | Callable[[Any], CreditKinds] = CreditKind.RETURN
     """The values that an algorithm takes; none: rewards mean nothing to it."""
     yields: CreditKinds | Callable[[Any], CreditKinds] = ()
@@ -111,12 +108,10 @@ class Component:
 
     @property
     def summary(self) -> str:
-        """The first line of its description."""
         return (self.doc or self.build.__doc__ or "").strip().split("\n", 1)[0]
 
     @property
     def label(self) -> str:
-        """For messages: kind, name and origin."""
         return f"{self.kind} '{self.name}' ({self.origin})"
 
 

@@ -127,7 +127,6 @@ class Plugins:
         return register.components
 
     def components(self, kind: Kind) -> dict[str, Component]:
-        """The components of one kind, by name."""
         components: dict[str, Component] = {}
         for component in self._components:
             if component.kind == kind and (first := components.setdefault(component.name, component)) is not component:

@@ -72,11 +72,8 @@ class Launch:
 
 
 class Harness(Protocol):
-    """Starts a program for each attempt."""
-
     def launch(self, assignment: Assignment, base_url: str, folder: Path) -> AbstractAsyncContextManager[Launch]:
         """Prepare an attempt, whose model calls go to `base_url`; `folder` is the attempt's own, and empty."""
-        ...
 
 
 class TaskSource(Protocol):
@@ -131,8 +128,6 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class KeepingTracker(Tracker, Protocol):
-    """A tracker that also keeps rollouts."""
-
     def keep(self, step: int, best: Sequence[Mapping[str, Json]]) -> None:
         """A checkpoint was made after a step, whose `best` rollouts these are, the best first.
 
@@ -177,8 +172,6 @@ class PolicySpec:
 
 @dataclass(frozen=True)
 class EngineContext:
-    """The run, for an engine."""
-
     run_dir: Path
     seed: int
     policies: Mapping[str, PolicySpec]
@@ -211,8 +204,6 @@ class Upstream:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of one update of one policy."""
-
     version: int
     """The policy version that is served from now on."""
     metrics: Mapping[str, float]
@@ -261,10 +252,8 @@ class Engine(ABC):
     plugins and the files of the context, with the options as its settings (`agl_server.engines.child`). The engine asks
     the algorithm, and not the options, for what it needs: epochs, minibatches, a critic, a reference. Transitions that
     cannot be trained on (`agl_core.learning.batch`), or that the algorithm does not keep, are dropped, each with a
-    `DropReason` and the weight 0. The result has the mean advantage and the summed weight of every other transition,
-    the log-probabilities of its tokens in training, which prove that they are those that were sampled, and metrics of
-    the algorithm's loss, `loss` and `grad_norm` among others. `progress` is called with growing shares, at the end
-    with 1.
+    `DropReason` and the weight 0. The metrics are those of the algorithm's loss, `loss` and `grad_norm` among others.
+    `progress` is called with growing shares, at the end with 1.
 
     **Versions.** They begin at 0. Each update makes the next one, also if it could train on nothing, and serves it at
     once and whole. An update runs to its end even if its caller is cancelled; updates, saves and loads come one after
@@ -292,10 +281,7 @@ class Engine(ABC):
         raise self._not_supported("update")
 
     async def save(self, folder: Path) -> None:
-        """Write weights, optimiser and random state of every policy below `folder`.
-
-        `folder/POLICY/model` has the weights as transformers loads them.
-        """
+        """Write weights (`POLICY/model`, as transformers loads them), optimiser and random state of every policy."""
         raise self._not_supported("save")
 
     async def load(self, folder: Path) -> None:

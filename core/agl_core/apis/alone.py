@@ -106,7 +106,6 @@ class LocalRollouts:
         """The task of runs that begin from now on; None: each run is a task of its own, its input."""
 
     def begin(self, id: str, input: Any = None) -> LocalRollout:
-        """Begin a run, which is kept once it has finished."""
         return LocalRollout(id, self.task or Task(id, jsonable(input)), self._ended)
 
     def episodes(self) -> list[Episode]:

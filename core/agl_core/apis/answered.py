@@ -76,10 +76,7 @@ class ClientExchange:
 
 
 class SentMessages:
-    """The messages of an attempt's latest request, with which the next one usually begins.
-
-    Only what the next one adds is parsed, checked and counted.
-    """
+    """The messages of an attempt's latest request; of the next one, only what it adds is parsed, checked, counted."""
 
     def __init__(self) -> None:
         self.text = b""
@@ -167,7 +164,6 @@ class ReplyCache:
         return exchange
 
     def open(self, digest: int, count: int, sequence: int) -> ClientExchange:
-        """Open an exchange for a call that retries none."""
         exchange = ClientExchange(sequence, count)
         self._index(exchange, "request", digest)
         return exchange
@@ -304,7 +300,6 @@ class Budget:
         self._total, self._limit = 0, 64
 
     def update(self, answered: ReplyCache) -> None:
-        """Note what an attempt keeps after a reply."""
         self._total += answered.kept_bytes - self._sizes.pop(answered, 0)
         self._sizes[answered] = answered.kept_bytes
         while self._total > MAX_TOTAL_BYTES and len(self._sizes) > 1:

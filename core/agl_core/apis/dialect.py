@@ -72,8 +72,6 @@ class _Chat(Struct, gc=False):
 
 
 class ModelRequest(Struct, frozen=True, eq=False):
-    """One request of an agent, checked."""
-
     body: Mapping[str, Json]
     """As the agent sent it."""
     chat: Mapping[str, Json]
@@ -208,7 +206,6 @@ class Dialect(ABC):
         """The writer of a streamed reply."""
 
     def problem(self, error: ApiError) -> Mapping[str, Json]:
-        """The body of an error in this API."""
         return openai_problem(error)
 
 
@@ -353,10 +350,7 @@ class Completions(Dialect):
 
 
 def _returned(request: ModelRequest, reply: Reply) -> tuple[dict[str, Json], list[dict[str, Json]]]:
-    """The prompt's fields and each choice's: token ids and the prompt's log-probabilities, if the agent asks for them.
-
-    They are null if the model server gave none.
-    """
+    """Token ids and log-probabilities of the prompt, and ids of each choice, if asked for; null if there are none."""
     of_prompt: dict[str, Json] = {}
     of_choices: list[dict[str, Json]] = [{} for _ in reply.choices]
     if request.body.get("return_token_ids"):

@@ -59,12 +59,10 @@ def no_upstream() -> ApiError:
 
 
 def stopping() -> ApiError:
-    """The 503 for requests that the server's end cuts off."""
     return _away("agl's server is stopping.", "stopping", 2)
 
 
 def store_failed() -> ApiError:
-    """The 503 for a model call that could not be recorded, for instance on a full disk."""
     message = "agl could not record this call, so it does not answer; its log says why. The call may be tried again."
     return _away(message, "store_failed", 5)
 
@@ -92,7 +90,6 @@ def attempt_closed(rollout: str, attempt: int) -> ApiError:
 
 
 def openai_problem(error: ApiError) -> dict[str, Any]:
-    """An error in the shape of all of OpenAI's APIs."""
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 

@@ -53,8 +53,6 @@ def read_input(items: Any, answered: ReplyCache, ignored: set[str]) -> list[Mess
 
 
 class _Reader:
-    """Joins items in order."""
-
     def __init__(self, answered: ReplyCache, ignored: set[str]) -> None:
         self._answered, self._ignored = answered, ignored
         self._messages: list[dict[str, Any]] = []

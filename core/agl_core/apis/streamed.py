@@ -50,8 +50,6 @@ class EventReader:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Addition to one choice."""
-
     index: int
     message: Mapping[str, Any]
     """Pieces of texts, and of `tool_calls`: each has its `index`, and id, type and name once."""

@@ -102,7 +102,6 @@ class _Chunks(Renderer):
         return {**self._head, **usage, **more, "choices": [choice]}
 
     def of_tokens(self, delta: Delta) -> dict[str, Any]:
-        """The token ids, if the client wants them."""
         return {"token_ids": delta.token_ids} if self.ids and len(delta.token_ids) else {}
 
     def finish(self, reply: Reply) -> Iterable[Event]:

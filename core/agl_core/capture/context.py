@@ -183,7 +183,6 @@ class Recording:
         return is_new
 
     def bypassed(self, address: str) -> None:
-        """Count a call of a model API that agl does not see."""
         address = address[:MAX_ADDRESS]
         with self._lock:
             has_room = address in self._bypassed or len(self._bypassed) < MAX_BYPASSED
@@ -221,8 +220,6 @@ class SentCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttemptContext:
-    """The attempt that the current context runs."""
-
     rollout: str
     attempt: int
     base_url: str
@@ -301,7 +298,6 @@ def current_attempt() -> AttemptContext | None:
 
 @contextmanager
 def holding(variable: ContextVar[V], value: V) -> Iterator[None]:
-    """Inside, the context variable has this value."""
     token = variable.set(value)
     try:
         yield
@@ -393,10 +389,7 @@ def enter_identity(
     attempt: AttemptContext | None = None,
     run: Any = None,
 ) -> IdentityScope:
-    """From now on, in this context and its copies, `identity` makes the calls, until the scope is closed.
-
-    An identity without an agent name keeps the name of the one around it. The rest is as in `IdentityScope`.
-    """
+    """From now on, in this context and its copies, `identity` makes the calls, until the scope is closed."""
     outer = current_scope()
     if identity.agent is None and outer:
         identity = replace(identity, agent=outer.identity.agent)

@@ -49,8 +49,6 @@ _MAX_PRINTED = 20_000
 
 @dataclass(frozen=True)
 class ToolRunFacts:
-    """One run of a tool, as far as it is known."""
-
     text: str = ""
     """Its result, if that is a text."""
     value: Any = None
@@ -245,18 +243,13 @@ WORDS = (
 
 @cache
 def status_rules() -> tuple[StatusRule, ...]:
-    """The whole table: in the middle are the rules of the installed adapters, by the adapter's name.
-
-    A framework's own words come before those that anybody may use.
-    """
+    """The whole table. A framework's own words, by the adapter's name, come before those that anybody may use."""
     adapters = sorted(Plugins.load().components(kinds.ADAPTER).items())
     brought = [rule for _, adapter in adapters for rule in adapter.status_rules]
     return (*REPORTED, *brought, *WORDS)
 
 
 class Outcome(NamedTuple):
-    """The status of a tool call, and the rule that decided it."""
-
     status: ToolStatus
     rule: str
 

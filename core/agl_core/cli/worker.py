@@ -158,8 +158,6 @@ def _counts(worker: Worker) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A server's address, and a key to it."""
-
     base_url: str
     key: str = field(repr=False)
 

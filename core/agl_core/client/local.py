@@ -75,11 +75,7 @@ def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
 async def workers_beside(
     config: RunConfig, runner: Runner, base_url: str, worker_key: str
 ) -> WorkerProcesses | WorkerThread:
-    """Workers on the trainer's machine that can begin: processes for an async agent, as `workers.processes` says.
-
-    An agent with a process for each attempt, or a command, needs no more than a thread here. So does an agent that no
-    other process can import.
-    """
+    """Workers for the trainer's machine: processes for an async agent that they can import, else a thread is enough."""
     agent, workers = config.agent, config.workers
     assert agent is not None
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -104,10 +100,7 @@ async def workers_beside(
 
 
 class WorkerProcesses(AgentProcesses):
-    """Workers of an async agent, each in a process of its own, outside the trainer's interpreter.
-
-    A worker that ends before the run is over is replaced; the server tries its attempts again.
-    """
+    """Workers of an async agent, each in a process of its own; one that ends before the run is over is replaced."""
 
     def __init__(
         self,
@@ -177,8 +170,6 @@ class WorkerProcesses(AgentProcesses):
 
 
 class _LogForwarder(logging.Handler):
-    """Sends what a worker logs to the run."""
-
     def __init__(self, channel: socket.socket) -> None:
         super().__init__(logging.WARNING)
         self._channel = channel

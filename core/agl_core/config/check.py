@@ -148,7 +148,6 @@ def _time_axis(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
 
 
 def _tool_results(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
-    """A tool result counts once in the return."""
     counting = [chosen.label for chosen in _parts(loaded, plan) if Capability.TOOL_RESULTS in chosen.component.provides]
     if len(counting) > 1:
         yield f"{' and '.join(counting)} each count tool results, so a tool result would count twice. Keep one of them."

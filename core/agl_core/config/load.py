@@ -50,9 +50,6 @@ def load(
 
     With fewer kinds in `needs`, components of other kinds, weights and the agent's folder may be missing. Plugin files
     are imported, so the user has to trust the configuration, unless `plugins` are given.
-
-        loaded = load(Path("train.toml"), ["train.steps=20"], seed=1)
-        tasks = loaded.tasks["train"].build(loaded.config.folder, loaded.config.seed)
     """
     is_whole = needs is kinds.KINDS
     config, report = _validated(path, overrides, seed, runs_agent=is_whole)

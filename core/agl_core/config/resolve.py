@@ -30,8 +30,6 @@ Place: TypeAlias = tuple[str | int, ...]
 
 @dataclass(frozen=True, eq=False)
 class ChosenComponent:
-    """A component that the configuration chose, with its settings."""
-
     component: Component
     options: BaseModel
     """Checked, with absolute paths."""
@@ -77,8 +75,6 @@ class ChosenComponent:
 
 @dataclass(frozen=True, eq=False)
 class PolicyPlan:
-    """How one policy learns."""
-
     algorithm: ChosenComponent
     credit: ChosenComponent
 
@@ -161,10 +157,7 @@ class LoadedConfig:
 
 
 def resolve(config: RunConfig, plugins: Plugins, report: Problems, needs: Collection[Kind]) -> LoadedConfig:
-    """The configuration with every setting filled in, and its components.
-
-    A broken component is missing, and goes to the report if its kind is needed.
-    """
+    """The configuration with every setting filled in, and its components; those needed and broken go to the report."""
     find = _Resolver(plugins, config.folder, report, needs)
     single: dict[str, ChosenComponent | None] = {
         kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)

@@ -1,8 +1,4 @@
-"""Credited episodes become ragged training batches, one per policy; what is dropped is counted with its reason.
-
-Engines share the last step, `filter_trainable`: which transitions can be trained on, and where the rewards of the
-others go.
-"""
+"""Credited episodes become ragged training batches, one per policy; what is dropped is counted with its reason."""
 
 from __future__ import annotations
 
@@ -104,10 +100,7 @@ class BatchPlan:
         return None
 
     def has_contrast(self, group: Sequence[Episode]) -> bool:
-        """True if a comparison has something to learn from: credited values of the group's trained calls differ.
-
-        Rewards of one step are not compared themselves: there the returns have to differ.
-        """
+        """True if credited values of the group's trained calls differ; if they are rewards of one step, its returns."""
         kept = [episode for episode in group if self.drop_reason(episode) is None]
         for policy, credit in self.credit.items():
             if credit.kind is CreditKind.REWARD:
@@ -240,10 +233,7 @@ def lay_out(
     step: int = 0,
     absent: Sequence[tuple[int, float]] = (),
 ) -> Batch:
-    """Transitions of one policy, all with token ids, as a batch, by the value, group and rollout of each.
-
-    `absent` are groups and values of other rollouts.
-    """
+    """Transitions of one policy, all with token ids, as a batch; `absent` are groups and values of other rollouts."""
     known, group_N = np.unique(groups, return_inverse=True)
     compared = [(group, value) for group, value in absent if group in known and math.isfinite(value)]
     prompts = [np.asarray(t.prompt_ids, np.int32) for t in transitions]
@@ -298,20 +288,13 @@ def filter_trainable(
     """Drop what cannot be trained on; its rewards of one step stay among `Batch.calls`.
 
     With returns, a rollout that has no transition left is still compared with its group. Without a model's limits, only
-    what no model could be trained on is dropped. `grammars`: the engine knows which tokens a grammar allowed. Reasons:
-
-    - an empty response, or an empty prompt (nothing predicts the first token): EMPTY_RESPONSE;
-    - no unmasked token: FULLY_MASKED;
-    - longer than the model's context: TOO_LONG;
-    - sampled under a grammar that the engine does not know: CONSTRAINED;
-    - a log-probability of an unmasked token (unless it is not known), credited value, weight or temperature that
-      is not finite, a temperature that logits cannot be divided by, a weight below 0, a token id the model does not
-      have: NON_FINITE.
+    what no model could be trained on is dropped. `grammars`: the engine knows which tokens a grammar allowed.
     """
     wrong_R = batch.mask_R & ~np.isfinite(batch.behaviour_logprobs_R)
-    wrong_R &= np.repeat(batch.sampled_N, batch.response_lengths_N)
+    wrong_R &= np.repeat(batch.sampled_N, batch.response_lengths_N)  # Unknown log-probabilities are NaN.
     unknown_T = (batch.tokens_T < 0) | (batch.tokens_T >= (math.inf if vocabulary is None else vocabulary))
     reasons = {
+        # After an empty prompt, nothing predicts the first token.
         DropReason.EMPTY_RESPONSE: (batch.response_lengths_N == 0) | (batch.prompt_lengths_N == 0),
         DropReason.FULLY_MASKED: _counts(batch.mask_R, batch.response_offsets) == 0,
         DropReason.TOO_LONG: np.diff(batch.offsets) > (math.inf if context_length is None else context_length),

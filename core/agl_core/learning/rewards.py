@@ -88,9 +88,8 @@ async def score(
     An episode dropped for its ending or a stall is returned as it is. A rule that raises, gives a value that is not
     finite in single precision, or rewards a call that the episode does not have, drops the episode. A rule of weight 0
     only observes and drops nothing. An isolated rule that exceeds a limit, or whose process ends, gives 0: otherwise a
-    text could choose to be dropped. All these exceptions are returned, with a note naming rule and rollout.
-
-    A rollout that was opened from outside is dropped if no rule with a weight has a value.
+    text could choose to be dropped. All these exceptions are returned, with a note naming rule and rollout. A rollout
+    that was opened from outside is dropped if no rule with a weight has a value.
     """
     if episode.dropped in (DropReason.ENDING, DropReason.STALLED):
         return episode, []
@@ -163,7 +162,6 @@ async def try_rules(
 
 
 async def _compare(group: Sequence[_EpisodeScores], rules: Sequence[ScoringRule]) -> None:
-    """Let rules that see a group at once judge one."""
     for scoring in rules:
         assert isinstance(scoring.rule, GroupRewardRule)
         try:
@@ -182,8 +180,6 @@ async def _compare(group: Sequence[_EpisodeScores], rules: Sequence[ScoringRule]
 
 
 class _EpisodeScores:
-    """An episode while rules judge it."""
-
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
         self.errors: list[Exception] = []

@@ -14,10 +14,7 @@ from agl_core.types.forms import parse_if_json
 
 _FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT)
 CONTRADICTED = "contradicted"
-"""The rule of a tool result that the conversation shows, and that a report contradicts.
-
-One calls it ok, the other a failure: the conversation counts. A report that calls it a failure joins no tool call.
-"""
+"""The rule of a tool result of which the conversation and a report say ok and failed: the conversation counts."""
 _FROM_ANYWHERE = (Source.COMMAND, Source.SPAN)
 """Sources whose reports any process can make that the agent starts."""
 
@@ -55,9 +52,8 @@ def by_id(tool_calls: Iterable[ToolCall]) -> dict[str, list[ToolCall]]:
 def read_from_messages(calls: Sequence[Call], tool_calls: Sequence[ToolCall]) -> dict[ToolCall, ToolResult]:
     """The tool results in the `tool` messages of later requests of the same attempt, by the tool call.
 
-    `calls` are in order. The first `tool` message that answers a tool call is its tool result; later requests repeat
-    it. If several calls used one id, a message answers the call whose prompt and reply come before it in the request,
-    else the latest. `message_status` finds the status.
+    The first `tool` message that answers a tool call counts; later requests repeat it. If several calls used one id, a
+    message answers the call whose prompt and reply come before it in the request, else the latest.
     """
     known = by_id(tool_calls)
     answers: dict[ToolCall, Mapping[str, Any]] = {}
@@ -180,16 +176,9 @@ def join_tool_results(
 ) -> tuple[dict[TransitionKey, list[ToolResult]], list[ToolResult]]:
     """The tool results of each transition that asked for them, and those that belong to no transition; never by time.
 
-    `calls` are in order, `reports` in the order in which they were made. `late` are the parent spans of calls that do
-    not count: reports under them may belong to these calls. Three passes, of which each takes what the one before left
-    over:
-
-    1. `join_by_call_id`: a report that names a tool call answers it. One source counts for each.
-    2. `join_by_span`: a report without an id answers the tool call that it alone fits, else it stands for the whole
-       response of the only call under its span.
-    3. `fill_from_conversation`: what later requests of the agent show fills what reports leave open, and tool calls
-    without a report. If it shows a failure that a report denies, the conversation wins, and the contradiction is
-    marked.
+    `calls` and `reports` are in their order. `late` are the parent spans of calls that do not count: reports under them
+    may belong to these. Three passes, the surest first, of which each takes what the one before left over: an id names
+    a tool call, a span encloses some, and later requests of the agent show what reports leave open.
     """
     tool_calls = tool_calls_in(calls)
     shown = read_from_messages(calls, tool_calls)

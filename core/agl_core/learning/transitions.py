@@ -147,10 +147,7 @@ DISTORTING = frozenset(_NEUTRAL)
 
 
 def is_distorted(call: Call, mode: Mode) -> bool:
-    """True if the responses of a call were drawn from another distribution than the policy's own.
-
-    A temperature of 0 is one: it always takes the most probable token.
-    """
+    """True if its responses were drawn from another distribution than the policy's own, as at temperature 0."""
     if mode.trains:
         return False
     sampling = call.effective
@@ -222,10 +219,7 @@ def save_episodes(path: str | os.PathLike[str], episodes: Iterable[Episode]) -> 
 
 
 def load_episodes(path: str | os.PathLike[str]) -> list[Episode]:
-    """The episodes that `save_episodes` wrote. EpisodesError names a line that is not an episode.
-
-    episodes = agl_core.load_episodes("episodes.jsonl")
-    """
+    """The episodes that `save_episodes` wrote. EpisodesError names a line that is not an episode."""
     episodes = []
     try:
         lines = Path(path).read_bytes().splitlines()

@@ -128,8 +128,6 @@ class EngineCase:
 
 @dataclass(frozen=True)
 class Row:
-    """One transition of a batch."""
-
     prompt: Sequence[int]
     response: Sequence[int]
     logprobs: Sequence[float]
@@ -322,4 +320,3 @@ EngineCheck: TypeAlias = Callable[[EngineCase], Awaitable[None]]
 ENGINE_CHECKS: tuple[EngineCheck, ...] = tuple(
     check for name, check in list(globals().items()) if name.startswith("check_")
 )
-"""All checks of this module, in their order."""

@@ -114,7 +114,6 @@ class Transition:
     had_to_call: bool = False
     """True if the request forced a tool call, as for structured output."""
     lineage: Lineage = Lineage()
-    """The conversation that it is part of."""
     housekeeping: Housekeeping | None = None
     """Why it is no work on the task, if it is not."""
     program: str | None = None

@@ -77,8 +77,6 @@ class Rollout:
 
 
 class AttemptKey(NamedTuple):
-    """Names one attempt."""
-
     rollout: str
     attempt: int
 
@@ -109,8 +107,6 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The agent and the spans of a call."""
-
     agent: str | None = None
     span: str | None = None
     """The call's own span in the framework's trace."""
@@ -236,8 +232,6 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """One named reward with its provenance."""
-
     rollout: str
     attempt: int
     name: str
@@ -286,8 +280,7 @@ class Recomputed:
     precision: str
     """The numbers that sampling and training compute with: float32, bfloat16, …"""
     logprobs: Logprobs
-    """[T] float32, under `version`, at the sampling temperature, as the loss had them. NaN where a token has no weight
-    in the loss."""
+    """[T] float32, under `version`, at the sampling temperature; NaN where a token has no weight in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,5 +337,4 @@ class RecordedRollout:
 
     @property
     def records(self) -> Sequence[Any]:
-        """All of it, as a store keeps it."""
         return [self.rollout, self.attempt, *self.calls, *self.tool_results, *self.rewards, *self.annotations]
