@@ -54,15 +54,12 @@ _DIALECTS: Mapping[str, Dialect] = {
 
 class LocalRollout:
     def __init__(self, id: str, task: Task, ended: deque[LocalRollout]) -> None:
-        self.attempt = AttemptContext(id, 0, "", "", Recording(), calls=[])
+        self.calls: list[SentCall] = []
+        self.attempt = AttemptContext(id, 0, "", "", Recording(), calls=self.calls)
         """Entered around the agent."""
         self.task = task
         self._started, self._ended = time.time(), ended
         self._record: Attempt | None = None
-
-    @property
-    def calls(self) -> list[SentCall]:
-        return self.attempt.calls or []
 
     def finish(self, result: Any = None, error: str | None = None) -> None:
         """Keep the run of an agent that returned `result` or raised `error`."""

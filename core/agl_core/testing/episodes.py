@@ -13,6 +13,7 @@ Each function makes one sound record; keyword arguments change its fields.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,23 +35,17 @@ from agl_core.types import (
     TransitionKey,
 )
 
+_TASK = Task("t", {"question": "?"})
+
 
 def rollout(id: str = "r", **changes: Any) -> Rollout:
-    fields: dict[str, Any] = {
-        "run": "run",
-        "restart": 0,
-        "group": "g",
-        "task": Task("t", {"question": "?"}),
-        "mode": Mode.TRAIN,
-        "step": 0,
-        "member": 0,
-    }
-    return Rollout(id=id, **(fields | changes))
+    sample = Rollout(id, "run", restart=0, group="g", task=_TASK, mode=Mode.TRAIN, step=0, member=0)
+    return replace(sample, **changes)
 
 
 def attempt(rollout: str = "r", number: int = 0, **changes: Any) -> Attempt:
-    fields: dict[str, Any] = {"worker": "w", "started": 0.0, "ended": 1.0, "ending": Ending.FINISHED}
-    return Attempt(rollout, number, **({**fields, "result": "answer"} | changes))
+    sample = Attempt(rollout, number, "w", started=0.0, ended=1.0, ending=Ending.FINISHED, result="answer")
+    return replace(sample, **changes)
 
 
 def choice(index: int = 0, tool_calls: Sequence[str] = (), tokens: int = 3, **changes: Any) -> Choice:
@@ -59,13 +54,8 @@ def choice(index: int = 0, tool_calls: Sequence[str] = (), tokens: int = 3, **ch
     if tool_calls:
         function = {"name": "look", "arguments": "{}"}
         message["tool_calls"] = [{"id": id, "type": "function", "function": function} for id in tool_calls]
-    fields: dict[str, Any] = {
-        "message": message,
-        "finish_reason": FinishReason.STOP,
-        "response_ids": np.arange(tokens, dtype=np.int32),
-        "logprobs": np.full(tokens, -0.5, np.float32),
-    }
-    return Choice(index, **(fields | changes))
+    ids, logprobs = np.arange(tokens, dtype=np.int32), np.full(tokens, -0.5, np.float32)
+    return replace(Choice(index, message, FinishReason.STOP, ids, logprobs), **changes)
 
 
 def call(sequence: int = 0, *choices: Choice, rollout: str = "r", **changes: Any) -> Call:
@@ -86,9 +76,7 @@ def call(sequence: int = 0, *choices: Choice, rollout: str = "r", **changes: Any
 
 
 def tool_result(id: str, tool_call_id: str | None = None, **changes: Any) -> ToolResult:
-    """A result of the tool `look` for a tool call."""
-    fields: dict[str, Any] = {"rollout": "r", "attempt": 0, "tool": "look", "status": ToolStatus.OK}
-    return ToolResult(id=id, tool_call_id=tool_call_id, **(fields | changes))
+    return replace(ToolResult(id, "r", 0, "look", ToolStatus.OK, tool_call_id), **changes)
 
 
 def transition(
@@ -111,13 +99,5 @@ def transition(
 
 
 def episode(*transitions: Transition, rollout: str = "r", **changes: Any) -> Episode:
-    fields: dict[str, Any] = {
-        "attempt": 0,
-        "group": "g",
-        "member": 0,
-        "task": Task("t", {"question": "?"}),
-        "mode": Mode.TRAIN,
-        "ending": Ending.FINISHED,
-        "transitions": transitions,
-    }
-    return Episode(rollout=rollout, **(fields | changes))
+    sample = Episode(rollout, 0, "g", 0, _TASK, Mode.TRAIN, Ending.FINISHED, transitions)
+    return replace(sample, **changes)
