@@ -146,7 +146,6 @@ class ReplyCache:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of replies and requests, about."""
         return self.size + 2 * len(self.sent.text)
 
     def retried(self, digest: int, count: int) -> ClientExchange | None:
@@ -198,7 +197,6 @@ class ReplyCache:
         self._grow(exchange, kept - exchange.size)
 
     def of_reply(self, reply_id: str) -> ClientExchange | None:
-        """The exchange of a reply; None if unknown or forgotten."""
         return next(iter(self._exchanges.get(("reply", reply_id), ())), None)
 
     def restore_echo(self, message: Message) -> Message:

@@ -347,10 +347,7 @@ def _tool_input(arguments: str) -> dict[str, Any]:
 
 
 def _read_tool(tool: Mapping[str, Any], ignored: set[str]) -> dict[str, Json] | None:
-    """One entry of `tools`; None if Anthropic's own servers would run it.
-
-    A tool that Anthropic defines and the agent runs gets a schema: hosted models know it by its type.
-    """
+    """One entry of `tools`, with its schema if hosted models know it by its type; None if Anthropic would run it."""
     kind = tool.get("type")
     if kind not in (None, "custom"):
         matched = _CLIENT_TOOL.fullmatch(kind)
@@ -406,7 +403,6 @@ def _text(text: str) -> dict[str, Any]:
 
 
 def _texts(block: Mapping[str, Any], *names: str) -> list[dict[str, Any]]:
-    """The block's fields of these names as text parts."""
     return [_text(block[name]) for name in names if block.get(name) is not None]
 
 

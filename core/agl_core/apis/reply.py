@@ -99,9 +99,7 @@ class RawReply(Struct, frozen=True, eq=False):
 
     body: bytes
     policy: str | None
-    """The header `x-agl-policy`."""
     ignored: str | None
-    """The header `x-agl-ignored`."""
     reply_id: str
     logprobs: bool
     """True if the agent is to see log-probabilities."""

@@ -222,10 +222,7 @@ class Block:
 
 
 class BlockRenderer(Renderer):
-    """For APIs whose replies are lists of blocks, one after the other.
-
-    Model servers may mix the pieces of several tool calls: blocks behind a call that can grow wait for its end.
-    """
+    """For APIs whose replies are blocks in turn: those behind a tool call that can grow wait, as servers mix pieces."""
 
     def __init__(self, *, logprobs: bool = False) -> None:
         self.blocks: list[Block] = []

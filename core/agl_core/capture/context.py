@@ -67,7 +67,6 @@ class Steps:
         self._have_overlapped = False
 
     def begin(self, agent: str | None) -> Step:
-        """A call of this agent is sent from here."""
         step, before = Step(self, agent), self._inherited()
         with self._lock:
             if before is not None:

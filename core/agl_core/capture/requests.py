@@ -59,10 +59,7 @@ MODEL_CALL = re.compile(
     r"|\.azure\.com(?::\d+)?/.*/(?:completions|responses)$|cohere\.(?:com|ai)/v\d/chat$"
     r"|amazonaws\.com(?::\d+)?/model/.*/(?:converse|invoke)(?:-stream|-with-response-stream)?$|:11434/api/(?:chat|generate)$"
 )
-"""Addresses, without their query, at which models are called: also those of servers of one's own.
-
-`messages` alone may be anybody's: it counts at hosts of models, below `/anthropic` and on this machine.
-"""
+"""Addresses, without query; `messages` may be anybody's, and counts at hosts of models, below `/anthropic` and here."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _Send: TypeAlias = Callable[..., Any]
 _SENDING: ContextVar[str | None] = ContextVar("agl_sending", default=None)

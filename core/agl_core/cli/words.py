@@ -90,7 +90,6 @@ def number(value: float, digits: int = 6) -> str:
 
 
 def score(value: float | None) -> str:
-    """A mean reward; a dash where there is none."""
     return "–" if value is None else f"{value:.3f}"
 
 

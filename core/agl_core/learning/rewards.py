@@ -53,8 +53,6 @@ def reported(episode: Episode) -> list[Reward]:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRule:
-    """A reward rule as the run's configuration has it."""
-
     name: str
     """The name of its table, and the provenance of its rewards."""
     rule: RewardRule | GroupRewardRule

@@ -117,7 +117,6 @@ class Transition:
     housekeeping: Housekeeping | None = None
     """Why it is no work on the task, if it is not."""
     program: str | None = None
-    """The command-line agent that made the call, if it is one that agl knows."""
 
     @property
     def has_ids(self) -> bool:
@@ -148,7 +147,6 @@ class Episode:
     terminal: float | None = None
     """The terminal reward R; None until rewards were computed."""
     dropped: DropReason | None = None
-    """Why the whole episode is not trained on, if it is not."""
     unjoined: tuple[ToolResult, ...] = ()
     """Tool results that belong to no recorded call; counted and shown."""
     undelivered: tuple[Transition, ...] = ()
