@@ -19,9 +19,9 @@ CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
     "lines of the product": 48900,
     "files of the product": 245,
-    "lines of the core": 14946,
+    "lines of the core": 14659,
     "lines of the server": 13463,
-    "lines of the largest room of both": 2875,
+    "lines of the largest room of both": 2817,
     "modules in a circle of imports": 0,
     "lines of all Python": 111116,
     "words of Markdown": 79797,
