@@ -10,8 +10,7 @@ calls in the group. A tool that always succeeds therefore earns nothing: calling
 to a reward. Tool calls that nothing could run count as one more tool, `malformed`: they do not parse, or name a tool
 that the request did not offer. Every other call with a tool succeeds at it, so that an invented name hides no failure.
 
-A comparison by name does not see that calls of one tool differ. A shell's easy commands succeed where hard ones fail,
-and are preferred to them: the alarm `tools_farmed` tells.
+A comparison by name does not see that calls of one tool differ: a shell's easy commands are preferred to hard ones.
 """
 
 from __future__ import annotations
@@ -130,10 +129,9 @@ def tool_results(options: ToolResultsOptions, _: object) -> GroupRewardRule:
 
 
 def tool_terms(episodes: Sequence[Episode]) -> list[list[dict[str, float]]]:
-    """For each transition and each tool that it asked for: its status minus that tool's mean, among the group's calls
-    of the same agent and policy.
+    """For each transition and each tool that it asked for: its mean status minus that of the tool in the group.
 
-    Several results of one tool are one status, their mean. The choices of a call (`n` > 1) share its place in the mean.
+    The mean is over calls of the same agent and policy, the choices of a call (`n` > 1) sharing its place.
     """
     choices = Counter((i, t.turn) for i, episode in enumerate(episodes) for t in episode.transitions)
     statuses = [[_by_tool(transition) for transition in episode.transitions] for episode in episodes]

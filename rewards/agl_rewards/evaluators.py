@@ -34,8 +34,7 @@ AnswerField: TypeAlias = Annotated[str, Field(description="The key of the task's
 def exact_match(episode: Episode, *, field: AnswerField = "result") -> float:
     """1 if the agent returned exactly the expected answer; spaces around it do not count.
 
-    `field` names the key of the task's metadata that holds the answer. Answers that are not text are compared as
-    JSON values.
+    Answers that are not text are compared as JSON values.
 
     >>> from agl_core.types import Ending, Mode, Task
     >>> task = Task("1", "The capital of France?", metadata={"result": "Paris"})
@@ -55,8 +54,7 @@ def numeric_match(
 ) -> float:
     """1 if the last number that the agent returned is the expected one.
 
-    `field` names the key of the task's metadata that holds the answer: a number, or text that holds one. `tolerance`
-    is relative above 1 and absolute below. Thousands may be separated by commas.
+    The expected answer is a number, or text that holds one. Thousands may be separated by commas.
 
     >>> from agl_core.types import Ending, Mode, Task
     >>> task = Task("1", "What is 1200 + 34?", metadata={"result": "1234"})
@@ -154,8 +152,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def token_f1(episode: Episode, *, field: AnswerField = "result") -> float:
     """The harmonic mean of precision and recall over the words of the answer, 0 … 1 (SQuAD, arXiv 1606.05250).
 
-    `field` names the key of the task's metadata that holds the answer, or a list of answers, of which the best counts.
-    Case, punctuation and articles (a, an, the) do not count.
+    The best of a list of answers counts. Case, punctuation and articles (a, an, the) do not count.
 
     >>> from agl_core.types import Ending, Mode, Task
     >>> task = Task("1", "Who wrote it?", metadata={"result": ["Jane Austen", "Miss Austen"]})

@@ -77,9 +77,8 @@ class JudgeOptions(BaseModel):
 class Question:
     """A question to a judge, which is answered with a number for each label.
 
-    The agent under training wrote the material, and would gain by addressing its judge. So it is JSON between two lines
-    that it cannot know, without control tokens of chat templates; and labels are drawn for each request, so a verdict
-    that it dictates has others, and is refused.
+    The agent under training wrote the material. So it is JSON between two lines that it cannot know, without control
+    tokens; and labels are drawn for each request, so a verdict that it dictates has others, and is refused.
     """
 
     task: str
@@ -108,7 +107,6 @@ class Question:
         return [{"role": "system", "content": system}, {"role": "user", "content": user + refused}]
 
     def response_format(self) -> Json:
-        """The JSON schema of the reply."""
         schema = {
             "type": "object",
             "properties": {label: {"type": "number"} for label in self.labels},
@@ -147,10 +145,9 @@ AskWithLabels: TypeAlias = Callable[[Sequence[str]], Question]
 class JudgeModel:
     """A language model that answers questions, each once.
 
-    Answers are kept by a hash of endpoint, model and question. The same question at the same time is one request, also
-    if it fails; if one asker is cancelled, it continues for the others and the cache. A request asks for a JSON schema
-    (`response_format`), or for JSON alone if the endpoint refuses that. It is sent again twice at most if the endpoint
-    is busy or fails, and once, with the fault, if the reply is refused.
+    The same question at the same time is one request, also if it fails; if one asker is cancelled, it continues for the
+    others and the cache. A request asks for a JSON schema, or for JSON alone if the endpoint refuses that. It is sent
+    again twice at most if the endpoint is busy or fails, and once, with the fault, if the reply is refused.
     """
 
     def __init__(self, options: JudgeOptions) -> None:

@@ -92,7 +92,6 @@ def _score(described: str, entry: dict[str, Any], answer: str) -> float:
 
 @cache
 def _dataset(described: str) -> ProceduralDataset:
-    """The dataset that a JSON object describes."""
     name, seed, size, settings = map(json.loads(described).get, ("dataset", "seed", "size", "settings"))
     try:
         import reasoning_gym

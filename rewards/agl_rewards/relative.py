@@ -117,10 +117,7 @@ def _question(
 
 
 def _transcript(episode: Episode) -> tuple[Said, ...]:
-    """A rollout's messages and tool calls, each once, and the agent's result.
-
-    A call's prompt repeats earlier messages: one that follows the same messages as before is a repetition.
-    """
+    """A rollout's messages and tool calls, each once after the same messages, and the agent's result."""
     transcript: list[Said] = []
     conversations: set[int] = set()
     for transition in episode.transitions:

@@ -59,9 +59,8 @@ async def sql_match(
         field = "sql"                                # the task's metadata: the expected query
         database = "data/{database}.sqlite"          # the file, with fields of the metadata
 
-    Both run on the SQLite file, read-only, each for at most `timeout` seconds, 100,000 rows and 10 MB of JSON.
-    A query of the agent that fails, writes, or exceeds a limit is wrong. Each has its own process, so the time
-    limit holds for everything that SQLite does, even within a single call of a function. Rows are compared as a
+    Both run on the SQLite file, read-only, each in a process of its own for at most `timeout` seconds, 100,000 rows and
+    10 MB of JSON. A query of the agent that fails, writes, or exceeds a limit is wrong. Rows are compared as a
     multiset, or in order if the expected query orders them; columns by place, not name; numbers to nine digits.
     A query is a guess unless it is right at least once when a third of every table's rows, or all of them, are hidden
     and the expected rows change with that: `SELECT 3 FROM t LIMIT 1` does not count. Expected rows that never change
@@ -114,13 +113,10 @@ async def _follows_rows(file: Path, query: str, expected: str, wanted: Sequence[
 async def run_query(database: Path, query: str, timeout: float, hidden: int | None = None) -> tuple[list[Row], Columns]:
     """The rows of one query on an SQLite file that is not changed, and the columns that it names.
 
-    `hidden` is the part of every table's rows, of three, that the query does not see; 3 is all of them.
-
-    The query runs in a sandbox (`agl_core.processes.sandbox`),
-    since SQLite checks an interrupt only between two instructions,
-    and one call of `instr` or LIKE is one instruction that can take minutes. sqlite3.Error if it is not a single query
-    that reads, takes longer than `timeout` seconds, or gives more than 100,000 rows or more than 10 MB of JSON;
-    FileNotFoundError if the file does not exist.
+    `hidden` is the part of every table's rows, of three, that the query does not see; 3 is all of them. The query runs
+    in a sandbox, since SQLite checks an interrupt only between two instructions, and one call of `instr` or LIKE is one
+    instruction that can take minutes. sqlite3.Error if it is not a single query that reads, or exceeds a limit of
+    `sql_match`; FileNotFoundError if the file does not exist.
     """
     uri, files = await asyncio.to_thread(_located, database)
     try:
@@ -150,9 +146,8 @@ def _located(database: Path) -> tuple[str, list[Path]]:
 def _is_no_guess(read: Columns, needed: Columns, wanted: Sequence[Row], *, is_shown: bool) -> bool:
     """True if rows that are right can be no accident of a query that has not looked for them.
 
-    Constants come of no column. No rows, and rows of nothing but zeros and NULL, come of many wrong queries
-    (`SELECT 1 WHERE 0`): there the query has to name each table and column that the expected one does.
-    `is_shown`: the rows follow those of the tables.
+    No rows, and rows of nothing but zeros and NULL, come of many wrong queries (`SELECT 1 WHERE 0`). `is_shown`: the
+    rows follow those of the tables.
     """
     columns = {column for column in needed if column[1]}
     if any(value not in (None, 0, "") for row in wanted for value in row):

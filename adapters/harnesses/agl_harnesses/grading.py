@@ -141,7 +141,6 @@ def tests_pass(options: TestsPassOptions, config: RunConfig | None) -> RewardRul
 
 
 async def judge(episode: Episode, tests: HiddenTests, options: TestsPassOptions, workspaces: Workspaces) -> Verdict:
-    """The outcome of a task's tests on the episode's patch."""
     if _diff(episode) == "":
         return Verdict(frozenset(), "The attempt changed nothing.")
     files = {id.partition("::")[0] for id in (*tests.fail_to_pass, *tests.pass_to_pass)}
@@ -183,7 +182,6 @@ async def patched_workspace(
 async def _run_tests(
     tests: HiddenTests, files: Sequence[str], workspace: Workspace, home: Path, options: TestsPassOptions
 ) -> Verdict:
-    """Put the tests over the patched workspace, and run them there."""
     root, controls = workspace.path, set[str]()
     await asyncio.to_thread(_place_tests, tests, root)
     report = home / f"{secrets.token_hex(8)}.xml"
@@ -226,13 +224,11 @@ def _hidden_tests(episode: Episode) -> HiddenTests:
 
 
 def _diff(episode: Episode) -> str | None:
-    """The patch that the attempt returned; None if it did not return one."""
     diff = episode.result.get("diff") if isinstance(episode.result, dict) else None
     return diff if isinstance(diff, str) else None
 
 
 def _place_tests(tests: HiddenTests, root: Path) -> None:
-    """The hidden files, which replace whatever is in their place."""
     apply_patch(tests.patch, root)
     files = dict[str, bytes]()
     if tests.folder is not None:

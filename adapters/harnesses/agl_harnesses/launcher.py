@@ -76,7 +76,6 @@ def main() -> NoReturn:
 
 
 def _become(command: list[str], settings: dict[str, Any]) -> NoReturn:
-    """In the child: become the command."""
     try:
         os.setsid()
         os.chdir(settings["folders"][0])

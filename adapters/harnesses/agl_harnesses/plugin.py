@@ -20,7 +20,6 @@ from agl_harnesses.workspace import WorkspaceSection
 
 @hookimpl
 def register_components(register: Register) -> None:
-    """A harness for each program, and one for any other; the table of workspaces; the rewards by tests."""
     from agl_harnesses.harness import CommandOptions, ProgramHarness, ProgramOptions, command_harness
     from agl_harnesses.programs import PROGRAMS
 

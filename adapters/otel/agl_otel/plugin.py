@@ -81,7 +81,6 @@ def otel() -> Callable[[], Identity | None]:
 
 @agl_core.hookimpl
 def server_routes(store: Store, leased: Callable[[Request], Any]) -> Iterable[Route]:
-    """The route for exports by OTLP."""
     from agl_otel.intake import SpanIntake
 
     return SpanIntake(store, leased).routes()

@@ -60,5 +60,4 @@ class AglSpanProcessor(WatchingProcessor, LocalRollouts):
 
 
 def _value_of(root: Span, side: str) -> Json:
-    """The input or output of a trace's root, if the span has it."""
     return parse_if_json(root.attributes.get(f"{side}.value", root.attributes.get(f"traceloop.entity.{side}")))

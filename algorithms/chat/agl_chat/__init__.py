@@ -2,7 +2,6 @@
 
 
 def add_commands(cli: object) -> None:
-    """Add `agl proxy`, which is imported when it is called."""
     from agl_core.cli import COMMANDS, START, Command  # Here, because engines import this package too.
 
     COMMANDS["proxy"] = Command("agl_chat.proxy", "proxy", START, "Keep token ids exact before vLLM or SGLang.")

@@ -112,10 +112,7 @@ VLLM_MAX_LOGPROBS = 20
 
 
 class HttpBackend(ABC):
-    """A server's own route for tokens. The client has the server's base URL and key.
-
-    A response also ends at one of `end_ids`, whatever the server takes for the model's end tokens.
-    """
+    """A server's own route for tokens; the client has its URL and key. A response also ends at one of `end_ids`."""
 
     path: ClassVar[str]
 
@@ -134,10 +131,7 @@ class HttpBackend(ABC):
         return responses.generated()
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """The server's reply as JSON: all of it, or each event of a stream.
-
-        ApiError in its own words if it refuses, EngineError if it does not answer, or breaks off.
-        """
+        """The server's reply as JSON, or each event of a stream. ApiError if it refuses, EngineError if it fails."""
         headers = {"content-type": "application/json"}
         try:
             async with self._client.stream("POST", self.path, content=orjson.dumps(body), headers=headers) as reply:

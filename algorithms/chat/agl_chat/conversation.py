@@ -181,11 +181,9 @@ def token_ids(
     *,
     is_complete: bool = True,
 ) -> tuple[Tokens | None, Tokens | None]:
-    """Prompt and response as the chat template writes them.
+    """Prompt and response as the chat template writes them, up to its last end token, if the reply is complete.
 
-    None if the template refuses the conversation, or writes the prompt otherwise once the reply follows. The end token
-    is the last one that the template writes; what it writes after that was never sampled. A reply that was cut short
-    has none.
+    None if the template refuses the conversation, or writes the prompt otherwise once the reply follows.
     """
     try:
         whole = normalise([*messages, reply])
@@ -206,9 +204,8 @@ def token_ids(
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a folder or hub name, with its own chat template.
 
-    A `tokenizer.json`, if there is one, is the tokenizer, unless the model's own code is trusted.
-    `AutoTokenizer` may choose a class by the model's type instead, which brings a pre-tokenizer of its own: every id of
-    a hand-made BPE beside a Qwen2 configuration would differ from those the model was trained on.
+    A `tokenizer.json`, if there is one, is the tokenizer, unless the model's own code is trusted: `AutoTokenizer` may
+    choose a class by the model's type, whose pre-tokenizer gives other ids than the model was trained on.
     """
     whole = cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if whole is not None and not trust_remote_code:
@@ -224,10 +221,7 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def keep_tokenizer_settings(model: str, folder: Path) -> None:
-    """Give a tokenizer that was saved to a folder the settings of the model it came from.
-
-    transformers 5 writes others, which transformers 4 cannot read.
-    """
+    """Give a saved tokenizer the settings of the model it came from: transformers 4 cannot read those of 5."""
     with suppress(OSError):  # The model's folder may be gone.
         settings = cached_file(
             model, "tokenizer_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
@@ -294,9 +288,9 @@ class RecordedChoice:
 
 
 class ReplyMemory:
-    """The replies that each rollout of one model got; the least recently used is forgotten when there are too many.
+    """The replies that each rollout of one model got; the least recently used is forgotten beyond either bound.
 
-    `max_bytes` bounds the recorded ids, `max_sessions` the number. One thread records; any may make prompts.
+    One thread records; any may make prompts.
     """
 
     def __init__(self, text: ChatText, *, max_sessions: int = 4096, max_bytes: int = 256 << 20) -> None:

@@ -102,10 +102,7 @@ class ToolFormat(abc.ABC):
         """The texts before, between and after calls, and those of the calls."""
 
     def read(self, body: str, tools: Tools) -> Iterable[ToolCall]:
-        """The calls in the text of one. Arguments that are texts get the types of the tools' schemas.
-
-        Raises MalformedError.
-        """
+        """The calls in the text of one; texts get the types of the tools' schemas. Raises MalformedError."""
         if self.call is None:
             return [json_call(one_json(body.strip()))]
         call = self.call.fullmatch(body.strip())
@@ -286,10 +283,7 @@ def detect_thinking(template: str) -> ThinkingTags | None:
 
 @dataclass(frozen=True, slots=True)
 class ReplyParser:
-    """Takes a reply apart, whole or as far as it has come.
-
-    Reasoning stands at the beginning of a reply, and ends at its tag alone; space around it is dropped.
-    """
+    """Takes a reply apart. Reasoning stands at its beginning, and ends at its tag alone; space around it is dropped."""
 
     tool_format: ToolFormat | None = None
     tools: Tools = ()
@@ -300,8 +294,7 @@ class ReplyParser:
     def parse(self, text: str, *, is_over: bool = True) -> ParsedReply:
         """The message of a reply; of one that goes on, the part that is certain, which more text only adds to.
 
-        A possible beginning of a tag or of a call is not certain, nor is space that a call may follow. Calls come at
-        the end, since a malformed one is text.
+        A possible beginning of a tag or of a call is not certain, nor are calls: a malformed one is text.
         """
         reasoning, content = self._split_reasoning(text, is_over)
         if self.tool_format is None:
@@ -311,7 +304,6 @@ class ReplyParser:
         return ParsedReply(content[: self.tool_format.find_call(content)].rstrip(), reasoning=reasoning)
 
     def _split_reasoning(self, text: str, is_over: bool) -> tuple[str, str]:
-        """Reasoning, and what follows it."""
         if self.tags is None:
             return "", text
         first, last = self.tags.first, self.tags.last
@@ -333,10 +325,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class ResponseText:
-    """The text of one response: decoded, cut at the first stop string, taken apart.
-
-    Whole responses are fed in one piece. The parts from `feed` and `end` add up to `parsed`.
-    """
+    """The text of one response, cut at the first stop string; the parts from `feed` and `end` add up to `parsed`."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], parser: ReplyParser, stops: Sequence[str]) -> None:
         self.ids: list[int] = []

@@ -59,10 +59,8 @@ async def _serve(url: str, folder: Path, key: str, port: int) -> None:
 
 
 async def make_proxy(client: httpx.AsyncClient, folder: Path, key: str) -> Starlette:
-    """The chat layer before the server that a client asks. ConfigError if that is neither vLLM nor SGLang.
-
-    EngineError if it gives no tokens with their log-probabilities at the sampling temperature.
-    """
+    """The chat layer before a client's server. ConfigError if that is neither vLLM nor SGLang, EngineError if it gives
+    no tokens with their log-probabilities at the sampling temperature."""
     server = f"The model server at {client.base_url}"
     try:
         models = (await client.get("/v1/models")).raise_for_status().json()["data"]

@@ -177,10 +177,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def normalise(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages for `apply_chat_template`: text content, tool arguments as values, no null keys.
-
-    Raises ApiError for what is no message or no text.
-    """
+    """Messages for templates: text content, tool arguments as values, no null keys. ApiError for anything else."""
     if not messages:
         raise wrong("messages", "is empty: send at least one message")
     names: dict[str, str] = {}
@@ -294,8 +291,7 @@ def fold(messages: Sequence[Message], rules: RoleRules) -> tuple[list[Message], 
     """Messages as a template takes them, and the places of those that are no messages of their own there.
 
     The text of a system message joins the message before it, unless that is the assistant's, else the user's after it.
-    A user's message joins the one before it. Nothing depends on what comes after the next reply, so that prompts go on
-    as they began.
+    A user's message joins the one before it. Nothing depends on what comes after the next reply.
     """
     folded: list[Message] = []
     places: list[int] = []

@@ -35,8 +35,7 @@ def check_targets(model: nn.Module, targets: Iterable[str]) -> None:
 def fingerprint_of(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> str:
     """A digest of a model's weights by name, without those of an adapter: the shapes, and values from all over each.
 
-    It looks at so few values that a large model takes no time. They are rounded to bfloat16, so that it makes no
-    difference in which dtype the same weights are loaded.
+    Values are rounded to bfloat16, so that the dtype in which the same weights are loaded makes no difference.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(names):

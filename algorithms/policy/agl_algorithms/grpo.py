@@ -41,10 +41,7 @@ class Grpo(PolicyGradient):
         self.ratio = options.ratio
 
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
-        """[R] the transition's advantage at each of its unmasked tokens, 0 at masked ones.
-
-        A group of one rollout has nothing to compare with: its advantages are 0.
-        """
+        """[R] the transition's advantage at its unmasked tokens, 0 at masked ones and in a group of one rollout."""
         if self.options.normalize == "each":
             return whitened(samples.at_tokens(samples.values_N), samples, "tokens").to(samples.behaviour_R.dtype)
         group = group_statistics(samples)
@@ -69,9 +66,7 @@ class GroupStatistics:
 def group_statistics(samples: Samples) -> GroupStatistics:
     """Mean and standard deviation of the credited values of each group, over rollouts, not transitions.
 
-    A rollout counts once, whatever its number of transitions: they share its weight. One that none can be trained of
-    counts with the mean of their values (`Samples.absent_values_A`). With v_it the value of transition
-    t of rollout i (T_i transitions, G rollouts):
+    With v_it the value of transition t of rollout i (T_i transitions, G rollouts, also those of `absent_values_A`):
 
         μ  = 1/G · Σ_i 1/T_i · Σ_t v_it
         σ² = 1/(G−1) · Σ_i 1/T_i · Σ_t (v_it − μ)²
@@ -79,8 +74,7 @@ def group_statistics(samples: Samples) -> GroupStatistics:
     Values that differ by rounding alone (`agl_core.types.rounding`) are equal, and deviate by exactly zero.
 
     If credit is identical within rollouts (v_it = R_i), these are the usual mean and unbiased standard deviation of R.
-    If it is not, σ also contains the spread inside rollouts: the standard deviation of the rollouts' means alone could
-    vanish while the deviations do not.
+    If not, σ has the spread inside rollouts too: that of their means alone could vanish while deviations do not.
     """
     values_K = torch.cat([samples.values_N, samples.absent_values_A]).to(torch.float64)
     labels, group_K = torch.unique(torch.cat([samples.group_N, samples.absent_groups_A]), return_inverse=True)

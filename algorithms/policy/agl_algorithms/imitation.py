@@ -6,8 +6,7 @@ with token weights w over what is imitated (`agl_algorithms.policy_gradient.toke
 and no log-probabilities under the model that wrote the replies.
 
 - SFT: A = 1. The loss is the negative log-likelihood of the responses' tokens; credited values are not read.
-- RFT: with v_i the mean credited value of rollout i, which is its return if credit is the same for all its
-  transitions:
+- RFT: with v_i the mean credited value of rollout i:
 
   - `threshold`: A = 1 if v_i ≥ `threshold`, otherwise 0 (ReST, arXiv 2308.08998, section 3; expert iteration);
   - `top_k`: A = 1 for the k rollouts of each group with the largest v_i, of equal ones the first (RAFT, arXiv

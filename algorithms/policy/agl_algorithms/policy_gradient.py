@@ -86,8 +86,7 @@ class Logprobs:
     reference_R: Tensor | None = None
     """Under the initial weights; None unless the algorithm needs a reference."""
     entropy_R: Tensor | None = None
-    """Entropy, in nats, of each token's distribution under the weights being trained; carries the gradient. None
-    unless the algorithm needs it."""
+    """Entropy of its distribution, in nats; carries the gradient. None unless the algorithm needs it."""
     teacher_R: Tensor | None = None
     """Under the algorithm's teacher; None without one, and in the loss."""
 
@@ -97,8 +96,7 @@ class Teacher:
     """A frozen model, with the tokens of the policy, that scores what the policy sampled."""
 
     place: str
-    """A folder or a hub name; or the base URL of a server, ending in /v1, that gives the log-probabilities of prompts
-    as vLLM's completions do."""
+    """A folder, a hub name, or a server's base URL, ending in /v1."""
     model: str | None = None
     """Its name on the server; None if it is not served."""
     key_env: str | None = None
@@ -108,8 +106,7 @@ class Teacher:
 class Algorithm(ABC):
     """An algorithm with its options; holds no state between updates. Subclasses define its advantages and its loss.
 
-    An engine calls these methods and reads these attributes, and never the options: whatever class has them is an
-    algorithm too. One that needs a critic, which the engine holds and trains, has those of `agl_algorithms.ppo.Ppo`.
+    Engines read these members, never the options. One that needs a critic also has those of `agl_algorithms.ppo.Ppo`.
     """
 
     needs_critic = False
@@ -163,22 +160,14 @@ class Algorithm(ABC):
     def loss(
         self, samples: Samples, logprobs: Logprobs, advantages_R: Tensor, weights_R: Tensor
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The weighted sum over tokens; metrics are sums of weight × value too, or (`…_max`) the largest value.
+        """The sum over tokens of weight × loss; metrics are such sums too, or (`…_max`) the largest value.
 
-        Sums, not means: the losses of micro-batches add up to the loss of the whole. The samples are those of a
-        micro-batch: only `transition_R`, `mask_R` and `behaviour_R` have a meaning here.
+        The sums of micro-batches add up. Their samples have a meaning in `transition_R`, `mask_R`, `behaviour_R` alone.
         """
 
 
 class PolicyGradient(Algorithm):
-    """Clipped surrogate, importance weights and a KL term. Subclasses define the advantages.
-
-    >>> class Advantages(PolicyGradient):
-    ...     def advantages(self, samples, values_R=None):
-    ...         return samples.at_tokens(samples.values_N)
-    >>> Advantages(PolicyGradientOptions(beta=0.1)).needs_reference
-    True
-    """
+    """Clipped surrogate, importance weights and a KL term. Subclasses define the advantages."""
 
     options: PolicyGradientOptions
     ratio: RatioLevel = "token"
@@ -264,8 +253,7 @@ def token_weights(samples: Samples, aggregation: Aggregation) -> Tensor:
     (arXiv 2503.14476, equation 8) divides by the tokens of each question's answers and takes the mean over questions;
     "token-mean" divides by the tokens of the whole batch, as veRL and TRL do, so a group of long answers weighs more.
 
-    Corrections (`Batch.weight_N`, for instance of a user with many sessions) are not in them: `agl_algorithms.prepared`
-    multiplies these in afterwards, so that the share that a correction takes from one transition goes to no other.
+    Corrections (`Batch.weight_N`) come after (`agl_algorithms.prepared`): what one takes from a transition, none gets.
     """
     tokens_N = samples.sums(samples.mask_R)
     trained_N = tokens_N > 0
@@ -291,10 +279,7 @@ def count_rollouts(samples: Samples, taking_part_N: Tensor) -> tuple[Tensor, Ten
 
 
 def ranked_returns(samples: Samples) -> list[dict[int, float]]:
-    """For each group: rollout number → return, best first, equal ones by number.
-
-    A return is the mean of a rollout's credited values, over transitions with an unmasked token.
-    """
+    """For each group: rollout number → mean credited value of its unmasked transitions, best first, then by number."""
     groups: dict[int, dict[int, list[float]]] = {}
     columns = (samples.group_N, samples.rollout_N, samples.values_N, samples.sums(samples.mask_R) > 0)
     for group, rollout, value, counted in sorted(zip(*(column.tolist() for column in columns), strict=True)):
@@ -359,10 +344,9 @@ def truncated_importance(
 
     With a floor, 0 where it is below the floor or above the cap, and not truncated (IcePop, arXiv 2510.18855).
 
-    It corrects for tokens that were sampled by an earlier version of the policy, or by kernels that round differently.
-    The truncation bounds the variance (Ionides, 2008; IMPALA, arXiv 1802.01561, section 4.1). By transition it is the
-    exact correction for a response as one action, with a variance that grows with the response's length; by token it
-    is biased, since it leaves out the probability of the tokens before.
+    Truncation bounds the variance (Ionides, 2008; IMPALA, arXiv 1802.01561, section 4.1). By transition it is the exact
+    correction for a response as one action, and varies more the longer that is; by token it is biased, since it leaves
+    out the probability of the tokens before.
     """
     log_ratio_R = log_ratio(logprobs.old_R, logprobs.behaviour_R)
     if level == "sequence":

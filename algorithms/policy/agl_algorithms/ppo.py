@@ -28,11 +28,7 @@ from agl_core.types.episodes import Moment, gae
 
 
 class Ppo(PolicyGradient):
-    """PPO with its options; see the module for the formulas.
-
-    Values are aligned with response tokens: a token has the value of the state before it, so the first value of a
-    response is that of its prompt.
-    """
+    """PPO with its options; see the module. A token's value is that of the state before it."""
 
     options: PpoOptions
     needs_critic = True

@@ -69,8 +69,7 @@ class PreparedBatch:
         return replace(self, weights_R=weights_R, trained=trained, dropped=tuple(dropped))
 
     def rescored(self, algorithm: Algorithm, logprobs: Logprobs) -> tuple[PreparedBatch, dict[str, float]]:
-        """The same with the algorithm's advantages from log-probabilities before the update, and its metrics of them;
-        transitions with an advantage that is not finite are dropped."""
+        """The same with the advantages of `Algorithm.rescore`, without those that are not finite; and its metrics."""
         advantages_R, measured = algorithm.rescore(self.samples, logprobs, self.advantages_R, self.weights_R)
         broken_M = self.samples.sums(~torch.isfinite(advantages_R) & (self.weights_R > 0)) > 0
         rescored = replace(self, advantages_R=torch.where(torch.isfinite(advantages_R), advantages_R, 0.0))
@@ -84,8 +83,7 @@ class PreparedBatch:
     def step_weights(self, weights_R: Tensor, steps: Sequence[NDArray[np.int64]]) -> Tensor:
         """[R] token weights in optimizer steps, each given by its transitions; 0 elsewhere.
 
-        Before corrections a step weighs as much as the whole batch. Corrections come after that, so a transition with
-        correction 0.1 counts a tenth of its part of a step, whatever else is in the step.
+        Before corrections a step weighs as much as the whole batch; these are multiplied in afterwards.
         """
         weight_M = self.samples.sums(weights_R)
         factor_M = torch.zeros_like(weight_M)
@@ -126,9 +124,7 @@ class PreparedBatch:
     def serving_gap(self, old_R: Tensor, version: int) -> dict[str, float]:
         """How far training's log-probabilities [R] before the update are from serving's, over the trained tokens.
 
-        - logprob_gap_max: the largest difference;
-        - prob_gap_mean, prob_sampled_mean, prob_trained_mean: the mean difference of the tokens' probabilities, and
-          both means, over the tokens that `version`, the weights before the update, sampled; absent without any.
+        The `prob_…` are over the tokens that `version`, the weights before the update, sampled; absent without any.
         """
         # A skipped step leaves tokens that were not computed, and the probabilities of recorded texts are not known.
         known_R = (self.weights_R > 0) & torch.isfinite(old_R) & torch.isfinite(self.samples.behaviour_R)

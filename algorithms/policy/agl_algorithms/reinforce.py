@@ -28,10 +28,7 @@ class Reinforce(PolicyGradient):
     options: ReinforceOptions
 
     def advantages(self, samples: Samples, values_R: Tensor | None = None) -> Tensor:
-        """[R] the transition's advantage at each of its unmasked tokens, 0 at masked ones.
-
-        A batch of equal returns has exactly zero advantages, unless whitening is off.
-        """
+        """[R] the transition's advantage at each of its unmasked tokens, 0 at masked ones."""
         return_N = samples.values_N.to(torch.float64)
         if self.options.across_calls:
             # With λ = 1 and no critic, GAE is the discounted sum: G_t = r_t + γ · G_{t+1}.

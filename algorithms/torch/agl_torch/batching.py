@@ -40,8 +40,8 @@ SMALLEST_SHARE = 0.5
 ACTIVATIONS_ON_CPU = 2**29
 """Bytes of one training pass."""
 TOKENS_ON_CPU = 1280
-"""Tokens of one training pass at most. With more, a small model's activations leave the caches, and their memory comes
-anew from the system in each pass: 60,000 page faults and an eighth of the time in an update of 5,000 tokens."""
+"""Tokens of one training pass at most. With more, a small model's activations leave the caches: page faults took an
+eighth of the time in an update of 5,000 tokens."""
 ACTIVATIONS_ON_GPU = 1 / 8
 CACHE = 1 / 10
 """Shares of the device's memory."""
@@ -175,9 +175,8 @@ def score(
 ) -> TokenScores:
     """Scores of each response token among those that `packed_RW` allows (`grammars.unpack`).
 
-    `entropy_gradient` costs as many logits again. Logits exist at response positions only. Many of them exist for a
-    part of the positions at a time, and once more in the backward pass: a large vocabulary then costs little memory. A
-    model whose forward changes the logits after the output layer (scaling, capping) gets its logits whole.
+    Logits exist at response positions only; many exist for a part of these at a time, and once more in the backward
+    pass. A model whose forward changes the logits after the output layer (scaling, capping) gets its logits whole.
     """
     head = model.get_output_embeddings()
     part = LOGITS_AT_ONCE // head.weight.shape[0]
@@ -244,8 +243,7 @@ def _inputs(micro: MicroBatch, dtype: torch.dtype) -> dict[str, Any]:
 
 COPYING, BRANCHING = 13, 80_000
 """The cost of copying the keys and values of a branch's token, and of a branch by itself, measured on a CPU, in
-tokens of a model of hidden size 1. A larger model computes fewer in the same time: hidden² fewer, but copies hidden
-times as much."""
+tokens of a model of hidden size 1. A larger model computes hidden² fewer in that time, but copies hidden as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +270,7 @@ class Tree:
 
 
 def plan_trees(batch: Batch, chosen: NDArray[np.int64], limits: Limits) -> list[NDArray[np.int64]]:
-    """The `chosen` transitions in trees, each in the order of its paths and within the limits, unless it is one
-    transition.
+    """The `chosen` transitions in trees, each in the order of its paths, and of one transition or within the limits.
 
     Transitions that continue each other are a chain, which costs what its last one does. A chain branches off the tree
     before it if that costs less than computing the whole chain apart.
@@ -341,8 +338,7 @@ def _runs(places: NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
 
 
 def _by_prefix(batch: Batch, chosen: NDArray[np.int64]) -> tuple[NDArray[np.int64], Sequence[int]]:
-    """The chosen transitions in the order of their tokens, and how many tokens each shares with the one before, which
-    is the most that it shares with any earlier one."""
+    """The chosen transitions in the order of their tokens, and how many each shares with the one before: the most."""
     keys = [_ids(batch, int(row)).astype(">u4").tobytes() for row in chosen]  # Big-endian bytes compare as the ids do.
     order = chosen[np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)]
     ids = [_ids(batch, int(row)) for row in order]
@@ -361,8 +357,7 @@ def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 
 def _pays(shared: int, length: int, hidden_size: int | None) -> bool:
-    """True if a path of `length` tokens is cheaper as a branch that shares its first ones than apart: it spares more
-    tokens than a branch costs. Attention takes about the same in both."""
+    """True if a path of `length` tokens is cheaper as a branch, since it spares more tokens than a branch costs."""
     if hidden_size is None:
         return False
     return shared > COPYING * (length - shared) / hidden_size + BRANCHING / hidden_size**2
@@ -383,8 +378,7 @@ def tokens_per_pass(model: Any, device: torch.device) -> int:
 
 
 def activation_bytes(model: Any, device: torch.device) -> float:
-    """Bytes per token kept for the backward pass, without logits and weights, measured on a few tokens; a tensor that
-    several operations keep counts once."""
+    """Bytes per token kept for the backward pass, without logits and weights, measured on a few tokens."""
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: dict[int, Tensor] = {}
 

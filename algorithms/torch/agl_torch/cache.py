@@ -2,8 +2,7 @@
 
 A slot holds one token sequence: its ids (on the host) and its keys and values (on the device). Rows in progress
 occupy the first slots, so that a decoding step sees them as a view, without gathering; finished rows stay behind
-them until their place is needed, least recently used first. One operation, `arrange`, does all moving, copying and
-forgetting; nothing else changes which slot holds what.
+them until their place is needed, least recently used first. `arrange` alone changes which slot holds what.
 """
 
 from __future__ import annotations
@@ -77,18 +76,15 @@ class SlotCache:
         self._keys = [self._zeros(s.heads, s.key_dim) for s in self._layers]
         self._values = [self._zeros(s.heads, s.value_dim) for s in self._layers]
         self.tokens: NDArray[np.int32] = np.zeros((self.slots, capacity + 1), np.int32)
-        """[slots, capacity + 1]; slot s holds the keys and values of tokens[s, :lengths[s]].
-
-        One id more than there are keys: a row in progress has its last token there, which is yet to be fed.
-        """
+        """[slots, capacity + 1]; slot s holds the keys and values of tokens[s, :lengths[s]]. A row in progress has its
+        last token after these, yet to be fed."""
         self.lengths: NDArray[np.int64] = np.zeros(self.slots, np.int64)
         self._used: NDArray[np.int64] = np.zeros(self.slots, np.int64)
 
     def _zeros(self, heads: int, dim: int) -> Tensor:
         """A block; not uninitialised memory, because a masked NaN would still spoil a sum.
 
-        On a CPU it takes only the pages that are written: most replies are shorter than a slot, and `torch.zeros` would
-        write them all.
+        On a CPU it takes only the pages that are written, where `torch.zeros` would write them all.
         """
         shape = (self.slots, self.capacity, heads, dim)
         if self._device.type != "cpu":
@@ -189,9 +185,7 @@ class SlotView(Cache):
     """The `past_key_values` of one forward pass: writes new keys and values into slots, shows each slot's past.
 
     The pass computes `counts[b]` new tokens of slot `slots[b]` from `starts[b]` on, padded on the left to the largest
-    count.
-
-    The mask, which `mask` makes, limits what a query sees: every position up to its own.
+    count. By `mask` a query sees every position up to its own.
     """
 
     def __init__(
@@ -247,8 +241,7 @@ class SlotView(Cache):
 
 
 _TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-2, 0.5
-"""How far the log-probability of a token may be from that of a plain forward pass; with fewer digits than float32's it
-depends much on what shares a pass. Wrong attention differs by more."""
+"""How far the log-probability of a token may be from that of a plain forward pass; wrong attention differs by more."""
 _LONGEST_WINDOW = 2048
 """The check at the start goes beyond windows of fewer tokens; more would take long on a CPU."""
 
@@ -257,9 +250,8 @@ _LONGEST_WINDOW = 2048
 def cache_layers(loaded: LoadedModel) -> tuple[list[LayerShape], torch.dtype]:
     """The cache of each layer per token, and its type.
 
-    The one guard of sampler and trainer: EngineError for a model whose tokens do not see all earlier ones by attention
-    alone (recurrent layers, a sliding window shorter than the context), and for one that takes no mask of the sampler's
-    own, or needs more than positions and a mask.
+    EngineError for a model whose tokens do not see all earlier ones by attention alone (recurrent layers, a sliding
+    window shorter than the context), and for one that needs other inputs than positions and a mask of the sampler's.
     """
     model, text, context = loaded.model, loaded.model.config.get_text_config(), loaded.context_length
     refused = f"{type(model).__name__} cannot be sampled from by the torch engine"

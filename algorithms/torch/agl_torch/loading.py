@@ -84,12 +84,10 @@ class Bases:
 def load_model(spec: PolicySpec, device: torch.device, seed: int, bases: Bases | None = None) -> LoadedModel:
     """Load one policy; `seed` makes the adapter's initial weights, `bases` are shared with other adapters.
 
-    The model stays in eval mode, in updates too: the weights being trained are the weights that sample, without the
-    noise of pretraining. With dtype auto, float16 weights become bfloat16 on a GPU and float32 on a CPU, since training
-    in float16 overflows; bfloat16 weights become float32 on a CPU that does not multiply bfloat16.
-
-    Raises EngineError if the folder or hub name cannot be read, the weights are incomplete, there is no chat
-    template, the tokenizer does not fit the model, or a saved adapter was trained on other weights.
+    The model stays in eval mode, in updates too: what is trained is what samples, without the noise of pretraining.
+    With dtype auto, float16 weights become bfloat16 on a GPU and float32 on a CPU, since training in float16 overflows;
+    bfloat16 weights become float32 on a CPU that does not multiply bfloat16. EngineError if the folder or hub name
+    cannot be read, lacks a part or has parts that do not fit, or a saved adapter was trained on other weights.
     """
     if spec.adapter is None and spec.lora is None:
         return _load(spec, device)

@@ -36,13 +36,11 @@ class PolicyOptimizer:
         self._adamw = torch.optim.AdamW(self._masters, weight_decay=settings.weight_decay)
 
     def discard(self) -> None:
-        """Forget the gradients gathered so far."""
         for tensor in (*self._weights, *self._masters):
             tensor.grad = None
 
     def step(self) -> float | None:
-        """Clip, step and forget the gradients; the gradient's norm before clipping, None if it is not finite and
-        nothing changed."""
+        """Clip, step, forget the gradients; returns the norm before clipping, None if it is not finite: no step."""
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self.settings.max_grad_norm))
         if not math.isfinite(grad_norm):
             self.discard()

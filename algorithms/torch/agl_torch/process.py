@@ -54,7 +54,6 @@ Work: TypeAlias = tuple[Sampler, Request] | Callable[[], Any]
 
 
 def main() -> None:
-    """Load, announce, serve."""
     host = Host.connect(TorchOptions)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -247,8 +246,7 @@ class EngineLoop:
 
     Requests that arrived before an exclusive job are answered before it runs; later ones wait until it is over. So a
     job may change weights, and no response sees two versions of them. `samplers`, by model, may change meanwhile: a
-    model that goes answers what it was asked before. `lost` gets the reason if an error ends the thread, and ends the
-    process: nothing would be answered any more.
+    model that goes answers what it was asked before. `lost` gets the reason if an error ends the thread.
 
         loop = EngineLoop({"default": sampler}, host.lost)
         loop.start()

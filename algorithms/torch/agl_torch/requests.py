@@ -75,7 +75,6 @@ class Row:
 
     @property
     def response(self) -> Response:
-        """The finished row's response."""
         assert self.finish_reason is not None
         return Response(self.sampled, self.finish_reason)
 
@@ -109,13 +108,12 @@ def choose(
     forced_B: Tensor,
     distorted_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The next token of each row, its log-probability, and those of all tokens.
+    """The next token of each row ([B] int64), its log-probability ([B] float32), and those of all tokens ([B, V]).
 
     `temperature_B` 0 means greedy, with the log-probability under temperature 1. With `top_p_B` below 1 the
-    token is drawn from the smallest set of likeliest tokens that has this probability; with `distorted_BV`, from the
-    distribution that these logits have (`distort`). The log-probability is that of the full distribution all the same.
-    `uniform_B` (float64) are numbers in [0, 1); `forced_B` (int64) are the tokens to take instead, or -1. Returns ids
-    [B] int64, log-probabilities [B] and [B, V] float32.
+    token is drawn from the smallest set of likeliest tokens that has this probability; with `distorted_BV`, by these
+    logits (`distort`). The log-probability is that of the full distribution all the same. `uniform_B` (float64) are
+    numbers in [0, 1); `forced_B` (int64) are the tokens to take instead, or -1.
     """
     greedy_B = temperature_B == 0
     scale_B = torch.where(greedy_B, torch.ones_like(temperature_B), temperature_B)

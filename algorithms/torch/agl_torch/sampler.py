@@ -34,8 +34,6 @@ _SLOTS_PER_ROW = 4
 class Sampler:
     """Answers requests with one set of weights. Not thread-safe: one thread drives it.
 
-    Whatever touches the cache does so in inference mode: a tensor that was made in it cannot be changed outside of it.
-
     `cache_bytes` bounds the keys and values; `max_rows` how many responses are decoded at the same time;
     `prefill_tokens` the prompt tokens of one forward pass, and about those of one step. With `deterministic`, every
     row is computed by itself and from its own prompt alone, so that not one bit of it depends on what else is in
@@ -58,8 +56,8 @@ class Sampler:
         deterministic: bool = False,
     ) -> None:
         self.counters = Counter(tokens_prefilled=0, tokens_reused=0, tokens_decoded=0, preempted=0)
-        """Since the sampler was made: prompt tokens that were computed (again, for a response that had to give up its
-        slot), or taken from the cache; response tokens, forced ones included; how often a slot was given up."""
+        """Since the start: prompt tokens computed (also again), or taken from the cache; response tokens, forced ones
+        included; how often a slot was given up."""
         self.version = 0
         """The version of the weights, which each generation is marked with."""
         self._loaded = loaded
@@ -99,11 +97,8 @@ class Sampler:
         return self._cache.nbytes
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises EngineError if its prompt leaves no room for a response, ApiError if its grammar cannot be enforced, or
-        if it names a token that there is not.
-        """
+        """Queue a request. EngineError if its prompt leaves no room for a response, ApiError if its grammar cannot be
+        enforced, or it names a token that there is not."""
         length = len(request.prompt_ids)
         if not 0 < length < self._context:
             raise EngineError(
@@ -307,10 +302,7 @@ class Sampler:
         self.counters["tokens_decoded"] += len(rows)
 
     def _constrain(self, rows: Sequence[Row], logits_BV: Tensor) -> set[int]:
-        """Let these rows, where they have a grammar, choose among the tokens that it allows.
-
-        Returns which rows have one such token, and so no choice.
-        """
+        """Forbid tokens that a row's grammar does not allow; returns which rows have no choice but one token."""
         places = [place for place, row in enumerate(rows) if row.constraint is not None]
         if not places:
             return set()
@@ -379,10 +371,7 @@ class Pass(NamedTuple):
 def passes(
     rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], *, max_tokens: int, alone: bool
 ) -> Iterable[Pass]:
-    """Cut the prefill of `rows` into passes of at most `max_tokens` inputs, pads included.
-
-    A row of more than `max_tokens` is computed in several passes by itself. `alone` computes each row by itself.
-    """
+    """Cut the prefill of `rows` into passes of at most `max_tokens` inputs, pads included; `alone`: of one row each."""
     short: list[tuple[int, int, int]] = []
     for row, start, count in zip(rows, starts, counts, strict=True):
         while count > max_tokens:

@@ -41,10 +41,7 @@ def passes_of(algorithm: Algorithm) -> float:
 
 
 class Work:
-    """How far an update is, and how long its phases took.
-
-    `total` is the whole update in forward passes over one token.
-    """
+    """How far an update is, and how long its phases took; `total` is all of it, in forward passes over one token."""
 
     def __init__(self, progress: Progress | None = None, total: float = 0.0) -> None:
         self._progress = progress or (lambda share: None)
@@ -260,8 +257,8 @@ class PolicyTrainer:
 class Critic:
     """The policy's own architecture, from the initial weights, with a scalar head instead of the output layer.
 
-    It is trained as the policy is: all its weights, or an adapter of the same shape on the same base, with the settings
-    of the policy's trainer. The head starts at zero, and so do all values. `loaded` are initial weights of its own.
+    It is trained as the policy is: all its weights, or an adapter of the same shape on the same base. The head starts
+    at zero, and so do all values. `loaded` are initial weights of its own.
     """
 
     def __init__(self, loaded: LoadedModel, policy: PolicyTrainer) -> None:
@@ -292,11 +289,7 @@ class Critic:
         return values_R
 
     def train(self, prepared: PreparedBatch, algorithm: Ppo, version: int, work: Work) -> dict[str, float]:
-        """Steps towards the value targets of a batch, in minibatches that differ with `version`.
-
-        Metrics: those of the value loss and of `train`, and explained_variance of the values before, absent where all
-        targets are equal.
-        """
+        """Steps towards the value targets of a batch, in minibatches that differ with `version`; returns metrics."""
         training = prepared.value
         if training is None:
             return {}
@@ -339,14 +332,11 @@ def train(
     """One optimizer step for each of `steps`, the transitions that it trains on.
 
     A step whose loss or gradient is not finite is skipped. The first step whose `kl_old` is above `target_kl` and all
-    after it are left out: the weights have moved far enough (Stable-Baselines3 stops there too, at 1.5 times its
-    target).
+    after it are left out.
 
     `weights_R` are token weights over the whole batch, before corrections. `loss_of` gets a micro-batch and its tokens'
     weights in the step, and returns the sum over tokens of weight × loss, and such sums of metrics (`…_max`: maxima).
-    Metrics: their means over the applied steps, by weight; grad_norm (before clipping, the mean over steps),
-    learning_rate (of the last step), steps_applied, steps_skipped; with `target_kl` kl_old (of the last step that had a
-    pass) and stopped_early (the number of steps left out).
+    Metrics (docs/health.md): their means over the applied steps, by weight, and those of the steps themselves.
     """
     sums: dict[str, float] = {}
     weight, rate = 0.0, optimizer.learning_rate

@@ -95,9 +95,8 @@ def read(folder: Path, *, workers: int, critic: bool) -> int:
 def write_adapter(exported: Path, folder: Path, lora: LoraSection, base: str) -> None:
     """Write the adapter that is in `exported` to the new `folder`, with the tokenizer; `base` is its model's name.
 
-    veRL exports the weights of peft's whole model under a plain model's file names. The fingerprint of the base beside
-    the adapter is that of the weights that were trained with it, which are exported too. CheckpointError if there is
-    no adapter.
+    veRL exports the weights of peft's whole model under a plain model's file names: those of the base are for the
+    fingerprint. CheckpointError if there is no adapter.
     """
     # veRL reads its environment when it is imported, which these may do: the driver has not set it yet.
     from peft import LoraConfig

@@ -31,8 +31,7 @@ SECONDS_TO_LET_GO = 15.0
 def connect(options: VerlOptions, *, cpu: bool, variables: Mapping[str, str], verl_environment: Any) -> None:
     """Have a Ray with enough resources; EngineError if there is none.
 
-    `verl_environment` is veRL's own runtime environment, to which `variables` of the environment are added. agl's
-    packages have to be installed on every node.
+    `variables` are added to `verl_environment`, veRL's own runtime environment.
     """
     added = dict(variables)
     if cpu:

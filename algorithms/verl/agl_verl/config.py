@@ -135,8 +135,7 @@ DECIDED = {
 LONGEST = 2**20
 """Tokens of a response that vLLM allows by itself: the limit is agl's, [sampling] max_tokens or the agent's own."""
 FUSED = ("llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
-"""Model types whose logits are hidden states times `lm_head.weight`, without bias, scale or cap: what veRL's fused
-kernels compute, a part of the tokens at a time. They would train something else for other types."""
+"""Model types whose logits are hidden states times `lm_head.weight`, as veRL's fused kernels compute them."""
 VALUE_LAYER = "score"
 """The last layer of a critic. It starts at zero (`agl_verl.verl_plugin`): frozen, it would remain there."""
 
@@ -202,10 +201,7 @@ def _check_engine(options: VerlOptions, context: EngineContext, algorithm: Algor
 
 
 def mapped(options: VerlOptions, context: EngineContext, algorithm: Algorithm, cpu: bool) -> dict[str, Any]:
-    """agl's settings as veRL's keys, with `++` before those that veRL's files may lack, and values.
-
-    The algorithm is asked for what it needs, not its options.
-    """
+    """agl's settings as veRL's keys, with `++` before those that veRL's files may lack, and values."""
     _check_engine(options, context, algorithm, cpu)
     spec = next(iter(context.policies.values()))
     dtype = ("float32" if cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype
@@ -400,10 +396,7 @@ def overrides(options: VerlOptions, context: EngineContext, *, algorithm: Algori
 
 
 def compose(options: VerlOptions, context: EngineContext, *, algorithm: Algorithm, cpu: bool) -> DictConfig:
-    """veRL's whole configuration for a run.
-
-    ConfigError if an override means nothing to veRL, or is agl's to decide.
-    """
+    """veRL's whole configuration for a run. ConfigError if an override means nothing to veRL, or is agl's to decide."""
     chosen = overrides(options, context, algorithm=algorithm, cpu=cpu)
     with initialize_config_dir(config_dir=str(config_folder()), version_base=None):
         try:

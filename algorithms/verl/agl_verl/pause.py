@@ -23,8 +23,7 @@ from agl_core.errors import EngineError
 OPEN = frozenset({"/health", "/metrics"})
 """A model server's routes that everyone may read: they say nothing of prompts and replies."""
 SECONDS_TO_END = 30.0
-"""For streams that have begun when weights are to be exchanged: clients do not ask again for one that is cut off, so it
-often costs the attempt. Without streams an exchange does not wait."""
+"""For streams that have begun when weights are to be exchanged: one that is cut off often costs the attempt."""
 
 
 class Gate:
@@ -49,7 +48,6 @@ class Gate:
         self.closings += 1
 
     def open(self) -> None:
-        """Let requests in."""
         self.opened.set()
 
     async def enter(self, policy: str) -> tuple[int, int]:
@@ -103,10 +101,8 @@ class GatedBackend:
 
 
 class FrontApp(ABC):
-    """An ASGI app before a model server's own, of which `OPEN` alone is reached; the chat layer answers all else.
-
-    Few of vLLM's routes ask for the key, and some would sample past the gate.
-    """
+    """An ASGI app before a model server's own, of which `OPEN` alone is reached: others may ask for no key, or sample
+    past the gate. The chat layer answers all else."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

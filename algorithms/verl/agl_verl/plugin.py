@@ -60,10 +60,7 @@ REMEDIES: Mapping[tuple[str, ...], str] = {
     "imported: pip uninstall -y torchvision torchaudio torchcodec",
     (r"(ActorDied|ActorUnavailable|RayActor|NodeDied|WorkerCrashed|EngineDead)Error\)?: ",): PROCESS_LOST,
 }
-"""Sentences of errors (regular expressions), and what they mean; the first that fits counts.
-
-No names of settings: vLLM prints those with every start.
-"""
+"""Sentences of errors (no names of settings, which vLLM prints), and what they mean; the first that fits counts."""
 
 
 def remedy_of(*texts: str) -> str | None:
@@ -100,7 +97,6 @@ class VerlEngine(ProcessEngine[VerlOptions]):
         check_policies(context)
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
-        """Advice about the errors of veRL, Ray and vLLM that people meet."""
         return remedy_of(*reversed(lines)) or (KILLED if exit_code == -9 else None)
 
     def describe(self) -> str:

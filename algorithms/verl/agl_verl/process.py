@@ -27,14 +27,12 @@ if TYPE_CHECKING:
     from agl_verl.trainer import AglTrainer
 
 SECONDS_TO_MISS_A_NODE = 90.0
-"""How long an error waits for what was lost, if that may be its reason: Ray missed a killed node in 15 seconds; a
-silent one takes it longer."""
+"""How long an error waits for what was lost, if that may be its reason: Ray missed a killed node in 15 seconds."""
 SECONDS_TO_MISS_AN_ACTOR = 5.0
 """The same on one node."""
 
 
 def main() -> None:
-    """Bring everything up, announce it, do what is asked."""
     host = Host.connect(VerlOptions, at_end=_shut_ray_down)
     with host.starting():
         driver = Driver(host.options, host.context, host.stage)
@@ -94,7 +92,6 @@ class Driver:
         self.watch = Watch()
 
     def update(self, policy: str, batch: Batch, progress: Progress) -> UpdateResult:
-        """Train on a batch and serve the new version."""
         if policy not in self._specs:
             raise EngineError(f"There is no policy '{policy}'. {nearest(policy, self._specs)}")
         with self._usable():
@@ -103,12 +100,10 @@ class Driver:
         return result
 
     def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
-        """How likely each response token of a batch is."""
         with self._usable():
             return self._trainer.logprobs(policy, batch)
 
     def tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
-        """Recorded calls with token ids by the policy's tokenizer and chat template."""
         from agl_chat.conversation import tokenized
 
         return [tokenized(self._texts[policy], call) for call in calls]
@@ -122,7 +117,6 @@ class Driver:
                 checkpoint.finish(folder / name, spec, version=version, workers=self._workers, critic=critic)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
         with self._usable():
             for name, policy in self._trainer.policies.items():
                 critic = policy.chosen.build().needs_critic
@@ -130,7 +124,6 @@ class Driver:
                 self._trainer.load(name, checkpoint.shards(folder / name), version)
 
     def versions(self) -> Mapping[str, int]:
-        """The versions being served."""
         return {name: policy.version for name, policy in self._trainer.policies.items()}
 
     def stats(self) -> Mapping[str, float]:

@@ -3,11 +3,10 @@
 A row is a chain of transitions that continue each other (`agl_algorithms.prepared.lineages`), ragged, as it was
 sampled: the first prompt, and then responses with what came between them.
 
-veRL calls the losses that `worker_group.set_loss_fn(partial(actor_loss, chosen))` gave it with a micro-batch; the
-responses in its rows are flattened to the ragged tensors of `agl_algorithms`, so that these are the very functions that
-the torch engine runs. Token weights come with the rows, already normalised over the whole optimizer step and corrected,
-and so does everything that needs the whole batch; a pad row's weights are zero. veRL averages gradients over its
-data-parallel workers, so a sum over all rows is each worker's sum times their number.
+veRL calls the losses with a micro-batch; the responses in its rows are flattened to the ragged tensors of
+`agl_algorithms`, so that these are the very functions that the torch engine runs. Token weights, and all that needs the
+whole batch, come with the rows; a pad row's weights are zero. veRL averages gradients over its data-parallel workers,
+so a sum over all rows is each worker's sum times their number.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ STEP_WEIGHT = "step_weight"
 TRAINING_STEP = "training_step"
 """Beside the rows: the run's, from 1."""
 OLD_LOGPROBS = "old_logprobs"
-"""Among the metrics of an update's only optimizer step: of each micro-batch the transitions of its unmasked tokens, and
-their log-probabilities before the step."""
+"""Metric of an update's only step: of each micro-batch the transitions of unmasked tokens, and log-probabilities."""
 TOTAL_LOSS = "total_loss"
 """The metric of the whole loss; veRL has one of its own called `loss`, of raw sums."""
 
@@ -141,11 +139,6 @@ def join(samples: Samples, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return values_R
 
 
-def nested(rows: Sequence[Tensor]) -> Tensor:
-    """One jagged tensor of rows."""
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-
 def fields_of(
     prepared: PreparedBatch, steps: Sequence[NDArray[np.int64]], chains: Sequence[Chain | None]
 ) -> dict[str, list[Tensor]]:
@@ -186,9 +179,8 @@ def lay_out(
 ) -> list[int]:
     """Row numbers in the order in which veRL deals them out: worker by worker, for each of them step by step.
 
-    `steps` are the rows of each optimizer step, each row (0, 1, …) once; `divide(rows, workers)` splits rows into
-    equally many for each worker, of about equal work. Every step is filled up with pads, whose numbers follow those of
-    the rows, to the size of the largest, rounded up to a multiple of `workers`.
+    `steps` are the rows of each optimizer step; `divide(rows, workers)` splits rows into equally many for each worker,
+    of about equal work. Every step is filled up with pads, whose numbers follow those of the rows.
     """
     per_worker = max(-(-len(rows) // workers) for rows in steps)
     pads = iter(range(sum(map(len, steps)), per_worker * workers * len(steps)))
@@ -295,8 +287,7 @@ def named(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The measurements of workers and of veRL's trainer by agl's names, numbers only.
 
     `actor/policy_loss` is `policy_loss`, as under the torch engine; the critic's are `value_…` or `critic_…`; what veRL
-    measures beyond that keeps its name, for instance `rollout_probs_diff_max` (by how much training's probabilities
-    differ from serving's). It is left out if no probability of serving's is known.
+    measures beyond that keeps its name, unless it is not known.
 
     >>> named({"actor/lr": 0.1, "critic/grad_norm": 2.0, "critic/value_loss": 3.0, "training/x": 1.0})
     {'learning_rate': 0.1, 'critic_grad_norm': 2.0, 'value_loss': 3.0, 'x': 1.0}

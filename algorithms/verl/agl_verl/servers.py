@@ -1,7 +1,4 @@
-"""veRL's vLLM servers behind agl's chat layer and a gate (`agl_verl.pause`). Imports veRL and vLLM.
-
-A chat completion is answered by the chat layer, which has the server sample in this process, behind the gate.
-"""
+"""veRL's vLLM servers behind agl's chat layer and a gate (`agl_verl.pause`). Imports veRL and vLLM."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ class LocalBackend(VllmBackend):
         self._serving, self._end_ids = serving, sorted(end_ids)
 
     async def ask(self, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """See `HttpBackend`."""
         from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
         from vllm.exceptions import VLLMServerError
 
@@ -83,10 +79,7 @@ class ChatServer(FrontApp):
 
 
 class VersionedServer(vLLMHttpServer):  # type: ignore[misc]
-    """A server whose replies name the version of the policy.
-
-    veRL knows one policy: `expect` says whose weights and version come next.
-    """
+    """A server whose replies name the version of the policy; `expect` says whose weights and version come next."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self._gate = Gate()
@@ -175,13 +168,9 @@ class WorkerExtension(vLLMColocateWorkerExtension):  # type: ignore[misc]
 
 
 class CpuWorkerExtension(WorkerExtension):
-    """The same on a CPU.
-
-    It takes whole weights at once, as vLLM reloads a checkpoint: that restores the loaders that repacking took.
-    """
+    """The same on a CPU. Whole weights come at once, as a checkpoint: that restores the loaders that repacking took."""
 
     def update_weights_from_ipc(self, adapter: int = 0, use_shm: bool = False, **settings: Any) -> None:
-        """See `WorkerExtension`."""
         self.device = torch.device("cpu")
         if adapter:
             super().update_weights_from_ipc(adapter, use_shm=use_shm, **settings)

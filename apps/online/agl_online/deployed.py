@@ -46,9 +46,7 @@ class DeployedVersions(Relay):
 
     A canary answers `share` of the names of sessions, and the stable version all the others. A promotion or rollback
     reaches open sessions at their next call. A recorded call's version is the step of the version that answered it.
-
-    The versions have an engine of their own, so that training and serving never wait for each other. The run has one
-    policy, and a stable version (`Ledger.begin`). Used from the server's event loop.
+    The versions have an engine of their own, so that training and serving never wait for each other.
     """
 
     def __init__(self, run: Path, loaded: LoadedConfig, share: float, say: Callable[[str], None] = logger.info) -> None:
@@ -160,9 +158,6 @@ def _model(step: int) -> str:
 
 
 def is_drawn(group: str, canary: int, share: float) -> bool:
-    """True if a canary answers the sessions of a name, which is drawn anew for each canary.
-
-    `group` stands for the name. It is made with the server's secret, so that no user can choose the version.
-    """
+    """True if a canary answers a name's sessions. `group` is made with a secret: no user can choose the version."""
     digest = hashlib.blake2b(f"{canary}/{group}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * (1 << 64)

@@ -110,10 +110,7 @@ class SessionExperience:
         return list({rollout.id: rollout for rollout in (*earliest, *latest)}.values())
 
     async def _look(self, rollouts: Sequence[Rollout], wanted: int) -> tuple[list[ScoredRollout], list[ScoredRollout]]:
-        """Sessions to train on, not many more than `wanted`, and sessions to drop, each by their ends.
-
-        The latest come first, because their versions are nearest to the weights.
-        """
+        """The latest sessions to train on, not many more than `wanted`, and those to drop, each by their ends."""
         ended = await read_ended(self.session.collector.store, rollouts)
         judgements = {rollout.id: number for rollout, _, number in ended}
         self._unrewarded = {id: self._unrewarded[id] for id in judgements if id in self._unrewarded}
@@ -162,8 +159,7 @@ class SessionExperience:
 def capped_weights(names: Sequence[str]) -> list[float]:
     """The weight of each session of a step, at most 1; `names` are their `Rollout.group`.
 
-    Sessions of one name together weigh at most a quarter of all, so that no user outweighs the others; a single one may
-    weigh 1.
+    Sessions of one name together weigh at most a quarter of all; a single one may weigh 1.
 
     >>> capped_weights(["x", "x", "y", "z"])
     [0.5, 0.5, 1.0, 1.0]

@@ -40,8 +40,8 @@ _LOOK = 1.0
 async def learn(loaded: LoadedConfig, run_dir: Path, observer: Observer) -> Summary:
     """Serve a run's versions and learn from their sessions; a run that was begun goes on from its last checkpoint.
 
-    A run that was never deployed begins with that, or with its first weights, as its stable version. ConfigError
-    without `[learn]`, or if another process has the run.
+    The first stable version is that, or the first weights. ConfigError without `[learn]`, or if another process has the
+    run.
     """
     section = learn_section(loaded)
     if has_writer(run_dir):
@@ -166,11 +166,7 @@ class Learner(Trainer):
         await self.deployed.refresh()
 
     async def _follow(self) -> None:
-        """Take the weights back to the stable version if they come from a later one that was rejected or rolled back.
-
-        The stable version may itself come from such a one: an operator can make an earlier version stable again, and
-        roll it back then.
-        """
+        """Take the weights back to the stable version if they come from a later one that was given up."""
         versions, state = self.ledger.current(), self.state
         assert versions.stable is not None, "the run is deployed"
         since_stable = updates_since(versions.stable, state.step, state.resets)

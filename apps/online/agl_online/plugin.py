@@ -17,7 +17,6 @@ from agl_core.types import Episode, TransitionKey
 
 @hookimpl
 def register_components(register: Register) -> None:
-    """The tables of a configuration."""
     from agl_online.config import LearnSection, OnlineSection
 
     register(CONFIG_TABLE, "online", lambda options: options, options=OnlineSection, doc=OnlineSection.__doc__)

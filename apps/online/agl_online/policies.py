@@ -188,9 +188,7 @@ class _UnrecordedAttempt(ActiveAttempt):
 
 
 class PolicyClients(RolloutSource):
-    """Answers calls with `key`; without a key, calls to this machine's own names, because a web page could send
-    requests by another host name that leads here.
-    """
+    """Answers calls with `key`; without a key, to this machine's own names: a web page could know another one."""
 
     def __init__(self, key: str | None) -> None:
         rollout = Rollout("served", "served", 0, "served", Task("served", None), Mode.USE, 0, 0, RolloutState.RUNNING)
@@ -218,8 +216,7 @@ async def serving(
 ) -> AsyncIterator[tuple[str, Engine]]:
     """Serve versions by these names until the block ends; yields the address and the engine that has them all.
 
-    ServerError if others can reach `host` without a key. `overrides` are `KEY=VALUE` texts for the configurations of
-    the runs.
+    ServerError if others can reach `host` without a key. `overrides` are for the configurations of the runs.
     """
     if key is not None and (problem := problem_of_key(POLICY_KEY, key)):
         raise ServerError(problem)

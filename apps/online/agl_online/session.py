@@ -69,10 +69,7 @@ class ActiveSession(ActiveAttempt):
             await self.shared.end(self, "reply")
 
     async def keep(self, store: Store, *calls: Call) -> None:
-        """Write calls, redacted, with the session if the store lacks it. Returns in time; failures are counted.
-
-        Without calls, the session is written before its first call if possible, else with it.
-        """
+        """Write calls, redacted, with the session if the store lacks it. Returns in time; failures are counted."""
         if not self.recorded or (self.closed and not self.begun):
             return
         try:

@@ -65,10 +65,7 @@ _BETWEEN_REMOVALS = 600.0
 
 
 class Sessions(RolloutSource):
-    """Opens a server's rollouts for applications; `answering` answers their calls.
-
-    `run` and `folder` are of the run that records them. All methods belong to one event loop.
-    """
+    """Opens a server's rollouts for applications, in one event loop; `answering` answers their calls."""
 
     def __init__(
         self,
@@ -231,10 +228,8 @@ class Sessions(RolloutSource):
         return session
 
     async def _find(self, application: str, name: str) -> Rollout:
-        """An application's session by its id, or the latest by its name.
-
-        ApiError 404 if there is none, 410 if it was deleted, 403 if it is another application's.
-        """
+        """An application's session by its id, or the latest by its name. ApiError 404 if there is none, 410 if it was
+        deleted, 403 if it is another application's."""
         place = self.keys.place_of(application, name)
         session = self._alive.get(name) or self._named.get(place)
         if session is not None and session.recorded:
@@ -342,10 +337,7 @@ class Sessions(RolloutSource):
         return DeleteReply(deleted=await self._delete(body.sessions))
 
     async def _answer_feedback(self, application: str, request: FeedbackRequest) -> FeedbackReply:
-        """Record feedback durably, once, however late.
-
-        ApiError 404 or 410 if the call or session is unknown or deleted, 403 if it is another application's.
-        """
+        """Record feedback durably, once, however late. ApiError as of `_find`, and 404 for an unknown call."""
         name = request.session
         if request.call is not None:
             session_id = _SESSION_ID.search(request.call)

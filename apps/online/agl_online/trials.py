@@ -26,8 +26,6 @@ from agl_server.training.evaluation import Evaluation, compare
 from agl_server.training.rollouts import ScoredRollout
 from agl_server.training.session import Session
 
-_SOLVED = 1.0
-"""Nothing here depends on which rollouts count as solved."""
 _MIN_TASKS = 20
 """Tasks of a set that both versions need: the interval of the difference takes means for normal."""
 _MAX_KL = 0.5
@@ -60,7 +58,7 @@ def decide_at_gate(
 ) -> Decision:
     """The decision on a candidate, by evaluations of both versions on the same tasks and `measure_divergence`."""
     figures, reasons = {**divergence}, list[str]()
-    comparisons = compare(candidate.scores, incumbent.scores, _SOLVED)
+    comparisons = compare(candidate.scores, incumbent.scores, success=1.0)  # Which count as solved says nothing here.
     for comparison in comparisons:
         key, difference = f"{comparison.set}/{comparison.mode}", comparison.difference
         where = key.replace("/", ", ")
@@ -116,9 +114,8 @@ async def measure_divergence(
     """KL(served ‖ new) in nats per token, by held-out set and mode: `eval/sampled/kl`.
 
     `episodes` are of the served version, by set and mode; the engine holds the new weights. It is the mean over
-    recorded tokens of exp(d) − 1 − d with d = log π_new − log π_served, which is never negative (k3 of Schulman,
-    "Approximating KL divergence", 2020). Greedy replies, which are no samples of a distribution, and replies without
-    exact log-probabilities do not count; without others there is no figure.
+    recorded tokens of exp(d) − 1 − d with d = log π_new − log π_served (k3 of Schulman, "Approximating KL divergence",
+    2020). Greedy replies and replies without exact log-probabilities do not count.
     """
     figures = {}
     for where, evaluated in episodes.items():
@@ -200,10 +197,9 @@ def judge_canary(canary: int, stable: int, outcomes: Iterable[Outcome], settings
 
 
 def differences(values: Iterable[tuple[int, float]], canary: int, stable: int) -> NDArray[np.float64]:
-    """The canary's mean value minus the stable version's, in each block of sessions.
+    """The canary's mean value minus the stable version's, in each block of sessions; values are between 0 and 1.
 
-    `values` are between 0 and 1, one of each session with its version. A block ends as soon as it has sessions of both
-    versions, whatever their values, so each difference has the expectation of the versions' difference.
+    A block ends as soon as it has both versions, so each difference has the expectation of the versions' difference.
     """
     changes = []
     block: dict[int, list[float]] = {canary: [], stable: []}

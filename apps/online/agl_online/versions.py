@@ -92,7 +92,6 @@ class VersionsNow:
 
     @property
     def canary(self) -> int | None:
-        """The only canary."""
         return self._latest(State.CANARY)
 
     @property
@@ -121,7 +120,6 @@ class VersionsNow:
         return None if decision is None else decision.state
 
     def after(self, decision: Decision) -> VersionsNow:
-        """The state after one more decision."""
         step, stables = decision.step, self.stables
         others = tuple(stable for stable in stables if stable != step)
         if decision.state is State.STABLE:
@@ -161,11 +159,6 @@ class VersionsNow:
 class Ledger:
     """The ledger of the run in this folder; it may be empty. Any number of processes may read and write it.
 
-        ledger = Ledger(run_dir)
-        ledger.begin(0, "what training started from")
-        ledger.record(Decision(20, State.CANDIDATE, DecidedBy.TRAINING, "a checkpoint was written"))
-        ledger.current().stable
-
     Each decision names the versions that it needs: so `NAME@stable` is found, and their checkpoints are kept.
     """
 
@@ -176,10 +169,7 @@ class Ledger:
         return self.run / VERSIONS_FILE
 
     def decisions(self) -> list[Decision]:
-        """All decisions, the oldest first, without a last line that a kill left incomplete.
-
-        LedgerError if the file is damaged.
-        """
+        """All decisions, the oldest first; a last line may be incomplete. LedgerError if the file is damaged."""
         content = self.file.read_bytes() if self.file.exists() else b""
         decisions = []
         for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
@@ -194,7 +184,6 @@ class Ledger:
         return decisions
 
     def current(self) -> VersionsNow:
-        """The state of each version now."""
         return functools.reduce(VersionsNow.after, self.decisions(), VersionsNow())
 
     def begin(self, step: int, reason: str) -> None:

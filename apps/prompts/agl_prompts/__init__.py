@@ -4,7 +4,6 @@ HELP = "Improve the prompts of the agent that a configuration names."
 
 
 def add_commands(cli: object) -> None:
-    """Add `agl optimize`."""
     from agl_core.cli import COMMANDS, START, Command  # Here, because runs import this package too.
 
     COMMANDS["optimize"] = Command("agl_prompts.cli", "optimize", START, HELP)

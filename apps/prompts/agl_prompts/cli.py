@@ -54,7 +54,6 @@ def optimize(config: Config = None, seed: Seed = None, set_: Set = [], resume: R
 
 
 def _load(file: Path, overrides: list[str], seed: int | None) -> tuple[LoadedConfig, OptimizeSection]:
-    """The configuration, as far as the search needs it."""
     loaded = load(file, overrides, seed, needs=_ANSWERED_ELSEWHERE)
     config = loaded.config
     if "optimize" not in loaded.sections:

@@ -8,7 +8,6 @@ from agl_core.kinds import CONFIG_TABLE, Register
 
 @hookimpl
 def register_components(register: Register) -> None:
-    """The table of a configuration."""
     from agl_prompts.config import OptimizeSection
 
     register(CONFIG_TABLE, "optimize", lambda options: options, options=OptimizeSection, doc=OptimizeSection.__doc__)

@@ -106,10 +106,7 @@ class Search:
                 )
 
     async def evaluate(self, candidate: Candidate, positions: Sequence[int], split: str = "train") -> list[Episode]:
-        """The episodes of a candidate on these tasks, recorded or run now.
-
-        SearchOverError if the budget does not suffice.
-        """
+        """The episodes of a candidate on these tasks, recorded or run now. SearchOverError beyond the budget."""
         if candidate not in self.candidates:
             self.candidates.append(candidate)
         number, names = self.candidates.index(candidate), [_name(candidate, position, split) for position in positions]
@@ -157,7 +154,6 @@ class Search:
             raise SearchOverError(f"the budget of {budget} rollouts is spent{rest}")
 
     def write(self, file: Path) -> None:
-        """Write the best candidate as a file of prompts."""
         prompts = {
             name: {**prompt.model_dump(mode="json", exclude_defaults=True), "text": self.best[name]}
             for name, prompt in self.config.prompts.items()
@@ -190,10 +186,8 @@ def _name(candidate: Candidate, position: int, split: str = "train") -> str:
 
 
 def described(episode: Episode) -> dict[str, str]:
-    """A rollout in words, for the proposer: the task, the conversation with tool results, and the rewards.
-
-    The task's metadata, which the agent does not see, tell the proposer what was expected.
-    """
+    """A rollout in words, for the proposer: the task, its metadata, which say what was expected, the conversation with
+    tool results, and the rewards."""
     lines = []
     for transition in episode.transitions:
         lines.append(f"{transition.agent or 'assistant'}: {_cut(show_message(transition.response))}")

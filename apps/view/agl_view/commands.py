@@ -19,7 +19,6 @@ NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Only print the ad
 
 
 def add_commands(cli: typer.Typer) -> None:
-    """Add `agl view`."""
     cli.command(rich_help_panel="Look at runs")(view)
 
 

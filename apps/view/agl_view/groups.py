@@ -78,10 +78,7 @@ class Cell:
 
 
 def align(sides: Sequence[RolloutReport]) -> list[tuple[list[Cell | None], bool]]:
-    """One row for each turn: a cell for each side, None where a side has no such turn.
-
-    The boolean is True if sides with the same history parted in this turn.
-    """
+    """By turn: a cell for each side, None without such a turn; and True if sides with one history parted in it."""
     shown = [[] if side.counted is None else side.counted.turns for side in sides]
     turns = [[turn for turn in of_side if turn.transition.housekeeping is None] for of_side in shown]
     texts = [[show_message(turn.transition.response) for turn in of_side] for of_side in turns]

@@ -114,9 +114,8 @@ def address_of(listener: socket.socket, path: str, token: str) -> str:
 async def shown_beside(run: Path, host: str, port: int, operator_key: str | None) -> AsyncIterator[str]:
     """Show `run` and its folder's other runs while this process writes it; yields an address with a token in it.
 
-    Another process answers, so that reading never holds up the gateway: it starts with the first visitor, and ends with
-    this process. The lock of the store's writer needs this too: a process that opens the store's file a second time and
-    closes it loses the lock.
+    Another process answers, from the first visitor to the end of this one: reading must not hold up the gateway, and a
+    process that opens the store's file a second time and closes it loses the writer's lock.
     """
     run = await asyncio.to_thread(run.resolve)
     listener = bind(host, port)
@@ -183,11 +182,9 @@ class Guard:
     """Lets GET requests of browsers that have shown the token through to `app`.
 
     The first request has the token in its address (`?token=…`). The reply sets a cookie and redirects to the address
-    without the token, so that neither history nor a shared link has it. Loopback needs it too: processes of agents run
-    on this machine, and must not read expected answers.
-
-    The Host header must name this machine, against DNS rebinding. With an operator's key it may be any: a page
-    elsewhere has neither the key nor the cookie.
+    without the token, so that neither history nor a shared link has it. Loopback needs it too: agents run on this
+    machine, and must not read expected answers. The Host header must name this machine, against DNS rebinding; with an
+    operator's key it may be any.
     """
 
     def __init__(self, app: ASGIApp, token: str, operator_key: str | None = None, once: str = "") -> None:

@@ -73,7 +73,6 @@ def _shown(value: Any) -> Any:
 
 
 def make_environment() -> Environment:
-    """The environment that renders the templates of this package."""
     environment = Environment(
         loader=PackageLoader("agl_view"),
         autoescape=True,

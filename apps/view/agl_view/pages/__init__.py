@@ -1,7 +1,4 @@
-"""The pages of runs, rollouts, groups and calls, and what all pages share.
-
-`agl_server.reading` reads the data, a template makes HTML of it.
-"""
+"""The pages of runs, rollouts, groups and calls, and what all pages share."""
 
 from __future__ import annotations
 
@@ -255,10 +252,7 @@ def run_line(name: str, folder: Path) -> RunLine:
 
 
 def _token_texts(folder: Path, policy: str, ids: Iterable[int]) -> list[str] | None:
-    """The text of each token by the policy's last checkpoint; None without one.
-
-    Tokens that are parts of one character are replacement characters.
-    """
+    """The text of each token by the policy's last checkpoint; None without one."""
     files = sorted(file for file in folder.glob("checkpoints/*/*/model/tokenizer.json") if file.parts[-3] == policy)
     if not files:
         return None

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -62,6 +61,7 @@ async def compare_page(pages: Pages, request: Request) -> Response:
     for name in names:
         curves[f"{name}, training"] = series(metrics[name], "train", "reward/mean")
         curves |= {f"{name}, {kind.replace('/', ', ')}": points for kind, points in held_out(metrics[name]).items()}
+    changes = differences(read_settings(runs[names[0]]), read_settings(runs[names[-1]]))
     return pages.render(
         request,
         "compare.html",
@@ -77,7 +77,7 @@ async def compare_page(pages: Pages, request: Request) -> Response:
         unmatched=len(before.keys() ^ after.keys()),
         counts=[len(before), len(after)],
         chart=line_chart("Reward", "mean over rollouts", curves, wide=True) if len(names) > 1 else None,
-        settings=_differing_settings(*(runs[name] for name in names)) if len(names) > 1 else [],
+        settings=[change for change in changes if change[0] != "name"],
     )
 
 
@@ -127,8 +127,3 @@ def _side(pages: Pages, given: str | None, at: int, defaults: Sequence[tuple[str
     if not defaults:
         raise BadQueryError("Choose one or two runs on the page of runs to compare their evaluations.")
     return defaults[at]
-
-
-def _differing_settings(one: Path, other: Path) -> list[tuple[str, Any, Any]]:
-    """(setting, value of one, value of the other) each."""
-    return [change for change in differences(read_settings(one), read_settings(other)) if change[0] != "name"]

@@ -86,7 +86,6 @@ async def run_page(pages: Pages, request: Request) -> Response:
 
 
 def _facts(folder: Path, lines: Sequence[MetricsLine], started: float | None) -> dict[str, str]:
-    """Model, algorithm, start and duration."""
     settings = read_settings(folder)
     models = [policy.get("model", {}).get("path") for policy in settings.get("policies", {}).values()]
     facts = {
