@@ -388,7 +388,7 @@ def enter_identity(
     attempt: AttemptContext | None = None,
     run: Any = None,
 ) -> IdentityScope:
-    """From now on, in this context and its copies, `identity` makes the calls, until the scope is closed."""
+    """Until the scope is closed, `identity` makes calls of this context and its copies; it can inherit its agent."""
     outer = current_scope()
     if identity.agent is None and outer:
         identity = replace(identity, agent=outer.identity.agent)

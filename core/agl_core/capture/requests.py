@@ -174,11 +174,9 @@ def _begun_step(method: str, headers: Mapping[str, str]) -> Step | None:
     scope = current_scope()
     if scope is None or scope.steps is None or method != "POST":
         return None
-    step = HERE.get().step
-    is_retry = headers.get(HEADER_RETRIES, "0") != "0"
-    return (
-        step if is_retry and step is not None and step.steps is scope.steps else scope.steps.begin(scope.identity.agent)
-    )
+    step, is_retry = HERE.get().step, headers.get(HEADER_RETRIES, "0") != "0"
+    goes_on = is_retry and step is not None and step.steps is scope.steps
+    return step if goes_on else scope.steps.begin(scope.identity.agent)
 
 
 def _kept_call(request: Any) -> SentCall | None:

@@ -179,17 +179,16 @@ def attempt_variables(assignment: Assignment, base_url: str) -> dict[str, str]:
 @contextmanager
 def agent_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Inside, this process's environment has these variables, and no `OTHER_KEY`."""
-    before = {name: os.environ.get(name) for name in (*variables, OTHER_KEY)}
+    changed = (*variables, OTHER_KEY)
+    before = {name: os.environ[name] for name in changed if name in os.environ}
     os.environ.update(variables)
     os.environ.pop(OTHER_KEY, None)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in changed:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 class TaskPerAttempt:

@@ -75,7 +75,7 @@ def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
 async def workers_beside(
     config: RunConfig, runner: Runner, base_url: str, worker_key: str
 ) -> WorkerProcesses | WorkerThread:
-    """Workers for the trainer's machine: processes for an async agent that they can import, else a thread is enough."""
+    """Workers for the trainer's machine: processes for an async agent that they can import, else a thread."""
     agent, workers = config.agent, config.workers
     assert agent is not None
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -6,7 +6,7 @@ import os
 import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import tomli_w
 
@@ -14,7 +14,7 @@ from agl_core import kinds, private
 from agl_core.config.check import check
 from agl_core.config.models import RunConfig, UntrainedConfig
 from agl_core.config.resolve import LoadedConfig as LoadedConfig
-from agl_core.config.resolve import Problems, below, resolve
+from agl_core.config.resolve import Place, Problems, below, resolve
 from agl_core.config.sections import PluginChoice
 from agl_core.errors import ConfigError
 from agl_core.kinds import Kind
@@ -30,8 +30,6 @@ SCORED: tuple[Kind, ...] = (kinds.STORE, kinds.REWARD, kinds.CREDIT, kinds.ALGOR
 """Needed for rewards and credit of recorded rollouts."""
 
 _CHOICES = {name for name, field in RunConfig.model_fields.items() if field.annotation is PluginChoice}
-Key: TypeAlias = tuple[str, ...]
-"""A dotted key, as its parts."""
 
 
 def load(
@@ -131,7 +129,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
 
 
-def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> set[Key]:
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> set[Place]:
     """Change `data` in place by `KEY=VALUE` texts; returns the keys that were set.
 
     Keys are dotted; a name in one needs quotes only if it has a dot. A value that is no TOML is a plain string.
@@ -145,7 +143,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> set[Key]:
     return {_apply(data, override) for override in overrides}
 
 
-def _apply(data: dict[str, Any], override: str) -> Key:
+def _apply(data: dict[str, Any], override: str) -> Place:
     written, equals, value = override.partition("=")
     if not equals:
         raise ConfigError(f"--set {override}: must be KEY=VALUE, for instance --set train.steps=20.")

@@ -157,7 +157,7 @@ class LoadedConfig:
 
 
 def resolve(config: RunConfig, plugins: Plugins, report: Problems, needs: Collection[Kind]) -> LoadedConfig:
-    """The configuration with every setting filled in, and its components; those needed and broken go to the report."""
+    """The configuration with every setting filled in, and its components; `report` gets what is broken and needed."""
     find = _Resolver(plugins, config.folder, report, needs)
     single: dict[str, ChosenComponent | None] = {
         kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)

@@ -100,7 +100,7 @@ class BatchPlan:
         return None
 
     def has_contrast(self, group: Sequence[Episode]) -> bool:
-        """True if credited values of the group's trained calls differ; if they are rewards of one step, its returns."""
+        """True if credited values of the group's trained calls differ; returns, where they are rewards of one step."""
         kept = [episode for episode in group if self.drop_reason(episode) is None]
         for policy, credit in self.credit.items():
             if credit.kind is CreditKind.REWARD:

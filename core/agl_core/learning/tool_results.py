@@ -14,7 +14,7 @@ from agl_core.types.forms import parse_if_json
 
 _FAILED = (ToolStatus.ERROR, ToolStatus.TIMEOUT)
 CONTRADICTED = "contradicted"
-"""The rule of a tool result of which the conversation and a report say ok and failed: the conversation counts."""
+"""The rule of a tool result if the conversation and a report disagree whether it failed: the conversation counts."""
 _FROM_ANYWHERE = (Source.COMMAND, Source.SPAN)
 """Sources whose reports any process can make that the agent starts."""
 

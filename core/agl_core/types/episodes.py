@@ -307,5 +307,4 @@ class Batch:
 
     @property
     def response_lengths_N(self) -> NDArray[np.int64]:
-        lengths: NDArray[np.int64] = np.diff(self.response_offsets)
-        return lengths
+        return np.diff(self.response_offsets)
