@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48900,
+    "lines of the product": 48301,
     "files of the product": 245,
     "lines of the core": 14659,
     "lines of the server": 13463,
