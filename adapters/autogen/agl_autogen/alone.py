@@ -33,8 +33,7 @@ def record(input: Any = None) -> Iterator[RecordedBlock]:
             await agent.run(task="1 + 2?")
         recorded.transitions()
 
-    It sees this block's calls alone, also while others run. In a rollout of agl the gateway records them instead,
-    and nothing is kept here.
+    It sees this block's calls alone, also while others run. In a rollout of agl nothing is kept here.
     """
     agl_core.attach([autogen_core, agentchat])
     active, recorded = current_attempt(), RecordedBlock()

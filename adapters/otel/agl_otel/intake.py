@@ -82,8 +82,7 @@ class _Trace:
 class SpanIntake:
     """Takes exports, and records what their spans say.
 
-    All spans of one export belong to the attempt whose key it carries, whatever attempt they name. Clients send the
-    key as `OTEL_EXPORTER_OTLP_HEADERS='authorization=Bearer%20KEY'`.
+    All spans of one export belong to the attempt whose key it carries, whatever attempt they name.
 
     Spans come in batches, inner ones before those around them, and may come twice: the first with its ids counts, and
     spans around it only fill gaps. Headers from an adapter in the agent's process win. All methods belong to one event

@@ -152,18 +152,13 @@ def _kind(attributes: Mapping[str, Json]) -> str | None:
 
 
 def _agent(span: Span, is_agent: bool) -> str | None:
-    name = _agent_name(span, is_agent)
-    return None if name == "unknown" else name  # AG2's word for an agent without a name
-
-
-def _agent_name(span: Span, is_agent: bool) -> str | None:
     attributes = span.attributes
-    named = _text(attributes, "gen_ai.agent.name", "agent.name", "ai.telemetry.functionId")
-    if named or not is_agent or "ai.operationId" in attributes:
-        return named
-    named = _text(attributes, "graph.node.name", "graph.node.id", "traceloop.entity.name")
-    name = span.name.removeprefix("invoke_agent").removeprefix("create_agent")
-    return (named or _METHOD.sub("", name)).strip() or None
+    name = _text(attributes, "gen_ai.agent.name", "agent.name", "ai.telemetry.functionId")
+    if name is None and is_agent and "ai.operationId" not in attributes:
+        of_span = _METHOD.sub("", span.name.removeprefix("invoke_agent").removeprefix("create_agent"))
+        named = _text(attributes, "graph.node.name", "graph.node.id", "traceloop.entity.name")
+        name = (named or of_span).strip() or None
+    return None if name == "unknown" else name  # AG2's word for an agent without a name
 
 
 def _call(attributes: Mapping[str, Json]) -> ModelCall:
@@ -259,12 +254,9 @@ def _text(attributes: Mapping[str, Json], *names: str) -> str | None:
 
 def agent_of(lineage: Iterable[SpanFacts]) -> str | None:
     """The nearest agent in a lineage (innermost first), else the nearest graph node."""
-    node = None
-    for span in lineage:
-        if span.agent is not None:
-            return span.agent
-        node = node or span.node
-    return node
+    spans = list(lineage)
+    names = (*(span.agent for span in spans), *(span.node for span in spans))
+    return next(filter(None, names), None)
 
 
 def identity_of(lineage: Sequence[SpanFacts]) -> Identity:
@@ -283,10 +275,7 @@ def outermost_call(lineage: Iterable[SpanFacts]) -> SpanFacts:
 
 
 def outermost_execution(lineage: Iterable[SpanFacts]) -> SpanFacts:
-    """The outermost span of the same run of a tool.
-
-    Two instrumentations may each have a span for it: with the same tool, and with ids that agree or are missing.
-    """
+    """The outermost span of the same run of a tool: several instrumentations may each have one for it."""
     spans = iter(lineage)
     outermost = next(spans)
     for span in spans:

@@ -143,10 +143,7 @@ def watch() -> Callable[[], Identity | None]:
 
 @functools.cache
 def default_provider() -> TracerProvider:
-    """The tracer provider for frameworks in a process that has set none; it exports nothing.
-
-    It is not set globally: a provider that the process sets later gets all spans from then on.
-    """
+    """The tracer provider for frameworks, which exports nothing, until the process sets one globally."""
     watch()
     provider = TracerProvider(shutdown_on_exit=False)
     tracer_of = trace.ProxyTracer._tracer.fget  # type: ignore[attr-defined]

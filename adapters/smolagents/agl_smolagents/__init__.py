@@ -15,10 +15,8 @@ from agl_core.capture import AgentRun, ToolRun, current_identity, guarded, statu
 from agl_core.capture.marking import open_runs
 from agl_core.capture.watching import watched
 
-_ANSWER = "final_answer"
-"""How smolagents names the tool that ends a run."""
-_CODE = "python_interpreter"
-"""How smolagents names the tool call that code is."""
+_ANSWER, _CODE = "final_answer", "python_interpreter"
+"""How smolagents names the tool that ends a run, and the tool call that code is."""
 _REPORTED = "_agl_reported"
 """Marks what a tool raised."""
 

@@ -151,11 +151,7 @@ class PendingReply:
 
 
 class ModelServer:
-    """A model as a chat API sees it. Used from one thread (the event loop's).
-
-    `name` is what clients ask for, and what the back end knows it by; `context_length` is the most tokens that prompt
-    and response have together.
-    """
+    """A model as a chat API sees it, used from one thread; clients and the back end know it by `name`."""
 
     def __init__(self, name: str, text: ChatText, context_length: int) -> None:
         self.name, self.text = name, text
@@ -163,10 +159,7 @@ class ModelServer:
         self._sessions = ReplyMemory(self.text)
 
     def begin(self, chat: ChatRequest, session: str | None, *, moved: bool = False) -> PendingReply:
-        """Make a sampling request of a chat request. Raises ApiError if it cannot be answered.
-
-        `moved`: other servers answered earlier calls of the session.
-        """
+        """Make a sampling request of a chat request. Raises ApiError if it cannot be answered."""
         tool_format = self._tool_format(chat)
         if len(chat.messages) > self._context_length:  # Each has a token at least.
             raise overflow(f"are {len(chat.messages)}, and this model has a context of {self._context_length} tokens")
