@@ -8,9 +8,8 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +28,7 @@ from agl_core.kinds import HARNESS
 from agl_core.plugins import Plugins
 from agl_core.protocols import Engine, Harness, Launch, Upstream
 from agl_core.types import AttemptKey, Ending, Mode, Rollout, Run, Task
-from agl_core.wire import Assignment, Lease, LeaseRequest, take_keys
+from agl_core.wire import Lease, LeaseRequest, take_keys
 from agl_server.commands.screen import HarnessName, KeyVariable, Model, UpstreamUrl
 from agl_server.commands.upstreams import ANEW, choose_key, choose_url, open_upstream
 from agl_server.gateway.attempts import RunSettings
@@ -131,10 +130,7 @@ async def _record(
     answering: Upstream | LoadedConfig,
     begun: Callable[[], None],
 ) -> int:
-    """Record the command below `folder`, and return its exit status.
-
-    `described` is stored as the run's configuration; `answering` is a model server, or a configuration with an engine.
-    """
+    """The exit status of the recorded command; `described` is stored as the run's configuration."""
     run_id = folder.name
     async with AsyncExitStack() as stack:
         if isinstance(answering, LoadedConfig):
@@ -171,8 +167,7 @@ async def _record(
         worker = f"agl run {os.getpid()}"
         [lease] = (await server.queue.lease(LeaseRequest(worker=worker, capacity=1, wait=0))).leases
         key = AttemptKey(lease.rollout, lease.attempt)
-        launched, files = (program, None) if program else (_Typed(command), config.plugin_files)
-        status, interrupted, recording = await _launch(launched, lease, server.base_url, files)
+        status, interrupted, recording = await _launch(command, program, lease, server.base_url, config.plugin_files)
         ending = Ending.FINISHED if status == 0 else Ending.CANCELLED if interrupted else Ending.CRASHED
         error = f"the command ended with status {status}" if ending is Ending.CRASHED else None
         await server.queue.close_attempt(key, closing(AttemptEnd(ending, {"exit_status": status}, error), recording))
@@ -181,19 +176,8 @@ async def _record(
     return status
 
 
-@dataclass(frozen=True)
-class _Typed:
-    """A command as it was typed."""
-
-    command: Sequence[str]
-
-    @asynccontextmanager
-    async def launch(self, assignment: Assignment, base_url: str, folder: Path) -> AsyncIterator[Launch]:
-        yield Launch(self.command, Path(), {})
-
-
 async def _launch(
-    program: Harness, lease: Lease, base_url: str, plugins: Sequence[Path] | None
+    command: Sequence[str], program: Harness | None, lease: Lease, base_url: str, plugin_files: Sequence[Path]
 ) -> tuple[int, bool, Recording]:
     """Run the command as a shell would: its status, whether it got a signal, its reports. OSError without a start."""
     recording, key = Recording(), AttemptKey(lease.rollout, lease.attempt)
@@ -216,10 +200,11 @@ async def _launch(
         reports, own = folder / "reports", folder / "work"
         reports.mkdir()
         own.mkdir()
-        async with program.launch(lease, base_url, own) as launch:
+        as_typed = nullcontext(Launch(command, Path(), {}))
+        async with program.launch(lease, base_url, own) if program else as_typed as launch:
             environment = {**inherited, **attempt_variables(lease, base_url), **launch.variables}
-            if plugins is not None:
-                environment |= bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugins)
+            if program is None:
+                environment |= bootstrap_variables(key, base_url, lease.key, reports, os.environ, plugin_files)
             process = await asyncio.create_subprocess_exec(*launch.command, env=environment, cwd=launch.folder)
             for number in tuple(signals):  # Those from before its start.
                 pass_on(number)
