@@ -152,13 +152,8 @@ class RecordedGroups:
                 else:
                     groups.append(group)
                     missing -= 1
-        drawn = [scored for group in groups for scored in group]
-        self._collector.warn_of_failed_rules(drawn)
-        return StepGroups(
-            groups=[[scored.episode for scored in group] for group in groups],
-            rollouts=[scored.rollout for scored in drawn],
-            metrics={"groups/replaced": float(self._refill - refill)},
-        )
+        self._collector.warn_of_failed_rules([*chain.from_iterable(groups)])
+        return StepGroups.of(groups, {"groups/replaced": float(self._refill - refill)})
 
     async def cancel(self) -> None:
         """Nothing: none of them runs."""

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from agl_core.config.load import LoadedConfig
@@ -79,7 +79,6 @@ async def read_attempts(
 
 
 def by_attempt(records: Iterable[AttemptRecord]) -> defaultdict[AttemptKey, list[AttemptRecord]]:
-    """Records by their attempt, in their order."""
     grouped = defaultdict[AttemptKey, list[AttemptRecord]](list)
     for record in records:
         grouped[AttemptKey(record.rollout, record.attempt)].append(record)
@@ -87,7 +86,6 @@ def by_attempt(records: Iterable[AttemptRecord]) -> defaultdict[AttemptKey, list
 
 
 def counted_attempts(rollouts: Iterable[Rollout]) -> list[AttemptKey]:
-    """The counted attempt of each rollout that has one."""
     return [AttemptKey(r.id, r.counted_attempt) for r in rollouts if r.counted_attempt is not None]
 
 
@@ -210,10 +208,7 @@ class Collector:
         return [ScoredRollout(rollout, *outcome) for rollout, outcome in zip(rollouts, scored, strict=True)]
 
     def warn_of_failed_rules(self, rollouts: Sequence[ScoredRollout]) -> None:
-        """Warn if reward rules failed, naming rule, rollout and reason; PluginError if they failed on every rollout.
-
-        Warn of calls that the agent rewarded and does not have, too.
-        """
+        """Warn if rules failed, or an agent rewarded unknown calls; PluginError if rules failed on every rollout."""
         if lost := [scored.rollout.id for scored in rollouts if uncounted_rewards(scored.episode)]:
             logger.warning("%s of %s rollouts (the first: %s): %s", len(lost), len(rollouts), lost[0], UNKNOWN_CALLS)
         errors = list({id(error): error for scored in rollouts for error in scored.reward_errors}.values())
@@ -272,8 +267,6 @@ def _rewards_of_rules(episode: Episode) -> list[Reward]:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The groups of one update."""
-
     groups: list[list[Episode]]
     weights: list[float] = field(default_factory=list)
     """The weight of each group in the loss; none: all 1."""
@@ -282,6 +275,11 @@ class StepGroups:
     """Numbers of the step: groups that wait, among others."""
     note: str = ""
     """A remark for the line of the step."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[ScoredRollout]], metrics: Mapping[str, float]) -> StepGroups:
+        rollouts = [scored.rollout for group in groups for scored in group]
+        return cls([[scored.episode for scored in group] for group in groups], rollouts=rollouts, metrics=metrics)
 
     @property
     def episodes(self) -> list[Episode]:
@@ -319,10 +317,8 @@ class Experience:
     """Keeps groups of a plan in flight and draws them for updates.
 
     Up to `refill` groups of an update without contrast (`BatchPlan.has_contrast`) are drawn dropped, and a fresh group
-    is run for each (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
-
-    A resumed run passes `begun`, the number of groups begun so far, and `unfinished`, the positions of those that no
-    update has had; these are begun again first.
+    is run for each (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2). A resumed run passes the number of groups
+    begun so far, and the positions of those that are `unfinished`, which are begun again first.
     """
 
     def __init__(
@@ -416,19 +412,15 @@ class Experience:
         replaced, self._replaced = self._replaced, {}
         first = {name: self._complete.pop(name) for name in [*self._complete][: self._per_update]}
         by_name = first | replaced
+        metrics = {
+            "groups/in_flight": float(len(self._under_way)),
+            "groups/carried_over": float(len(before & by_name.keys())),
+            "groups/replaced": float(len(replaced)),
+            "groups/waiting": float(len(self._complete)),
+        }
         groups = [by_name[name] for name in sorted(by_name, key=self._position.__getitem__)]
-        drawn = [scored for group in groups for scored in group]
-        self._collector.warn_of_failed_rules(drawn)
-        return StepGroups(
-            groups=[[scored.episode for scored in group] for group in groups],
-            rollouts=[scored.rollout for scored in drawn],
-            metrics={
-                "groups/in_flight": float(len(self._under_way)),
-                "groups/carried_over": float(len(before & by_name.keys())),
-                "groups/replaced": float(len(replaced)),
-                "groups/waiting": float(len(self._complete)),
-            },
-        )
+        self._collector.warn_of_failed_rules([*chain.from_iterable(groups)])
+        return StepGroups.of(groups, metrics)
 
     def _share_complete(self) -> float:
         """The share that is done of the groups nearest to completion, as many as an update takes."""
