@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -110,16 +111,11 @@ class Run:
 
 
 def _alone(work: Coroutine[Any, Any, Result]) -> Result:
-    try:
+    with suppress(RuntimeError):
         asyncio.get_running_loop()
-    except RuntimeError:
-        is_alone = True
-    else:
-        is_alone = False
-    if is_alone:
-        return listening.run(work)
-    work.close()
-    raise TrainingError("An event loop runs here, as in a notebook: await agl_server.train_async(…) instead.")
+        work.close()
+        raise TrainingError("An event loop runs here, as in a notebook: await agl_server.train_async(…) instead.")
+    return listening.run(work)
 
 
 def _aside(function: Callable[..., Result], *args: Any) -> Result:

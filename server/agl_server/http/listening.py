@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import httptools
 import orjson
 import uvicorn
+import uvloop
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Send
@@ -30,11 +31,6 @@ from agl_core.errors import ServerError
 from agl_core.types import AttemptKey
 from agl_core.types.forms import count_values
 from agl_core.wire import MAX_VALUES
-
-try:
-    from uvloop import new_event_loop
-except ImportError:  # Windows has none
-    new_event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None  # type: ignore[no-redef]
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +153,6 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_gone(self) -> bool:
-        """True if the client cannot be reached any more."""
         return self._lost or self.transport.is_closing()
 
     def reply(self, response: Response, send: Send) -> None:
@@ -388,22 +383,17 @@ def body_too_large(most: int) -> ApiError:
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run` on uvloop's event loop, if installed: it takes less of every request's time.
+    """`asyncio.run` on uvloop's event loop, which takes less of every request's time.
 
     The garbage collector ignores all that was imported, and waits for more new objects than some thousand calls in
     flight have, since these nearly all go with their call. It rarely does a full pass, which takes a tenth of a second.
-
-    >>> async def example() -> int:
-    ...     return 1
-    >>> run(example())
-    1
     """
     gc.collect()
     gc.freeze()
     before = gc.get_threshold()
     gc.set_threshold(100_000, before[1], 1000)
     try:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main)
     finally:
         gc.set_threshold(*before)
