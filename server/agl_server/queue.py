@@ -159,10 +159,7 @@ class RolloutQueue:
         return await self._end(active, request)
 
     async def done(self, ids: Collection[str]) -> list[Rollout]:
-        """Wait until some of `ids` are done, and return these, oldest first; the store has all their records.
-
-        ApiError 503 once the queue is stopped.
-        """
+        """Wait until some of `ids` are done, and return these, oldest first; ApiError 503 once the queue is stopped."""
         while True:
             progress = self._progress
             done = await self._store.done(ids)
@@ -373,10 +370,7 @@ def decided(attempt: ActiveAttempt, request: CloseRequest) -> tuple[Ending, str 
 
 
 def is_tried_again(attempt: ActiveAttempt, ending: Ending, budget: int) -> bool:
-    """True if the rollout gets another of its `budget` attempts: this one was lost, or broke before the policy acted.
-
-    An attempt in which the policy acted is data.
-    """
+    """True if the rollout gets another of its `budget` attempts: this one was lost, or broke before a reply."""
     if attempt.record.attempt + 1 >= budget:
         return False
     return ending is Ending.LOST or (ending in _TRIED_AGAIN and attempt.completed_calls == 0)

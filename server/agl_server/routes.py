@@ -1,6 +1,4 @@
-"""The server's routes: model calls, operations of workers, lists of models, requests passed on without a record, the
-OpenAPI document, and the answer at other paths.
-"""
+"""The server's routes: model calls, operations, models, what is passed on, the OpenAPI document, and other paths."""
 
 from __future__ import annotations
 
@@ -117,10 +115,7 @@ def find_route(path: str) -> ModelRoute | None:
 
 
 class ModelCalls:
-    """Answers requests to the routes of model APIs, alone or below an attempt's path; `app` answers the rest.
-
-    In paths of model APIs, `app` gets the part before /v1 as path parameters.
-    """
+    """Answers model calls, alone or below an attempt's path; `app` answers the rest, with that path's parameters."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway, passthrough: Passthrough) -> None:
         self._app, self._gateway, self._passthrough = app, gateway, passthrough
@@ -151,7 +146,6 @@ class ModelCalls:
 
 
 def worker_routes(keys: Keys, queue: RolloutQueue, activity: Callable[[], Activity]) -> list[Route]:
-    """The routes of workers."""
 
     async def look(body: Empty) -> Activity:
         return activity()

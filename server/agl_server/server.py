@@ -40,12 +40,6 @@ class LightningServer:
     Agents reach `base_url` + the attempt's path + /v1 with their attempt's key, workers `base_url`/agl/v1 with
     `worker_key`. `hook` is `Plugins.hook`. Without `upstream`, rollouts wait until `serve` names one. ServerError if
     other machines can reach the host and the user did not choose `keys`.
-
-    >>> async def example(store, upstream, plugins, rollout):
-    ...     settings = RunSettings(sampling=SamplingSection(), seed=0, timeout=120, attempts=2)
-    ...     async with LightningServer(store, upstream, settings, plugins.hook) as server:
-    ...         await server.queue.enqueue([rollout])
-    ...         [rollout] = await server.queue.done([rollout.id])
     """
 
     def __init__(
@@ -151,7 +145,6 @@ class LightningServer:
         await self.stop()
 
     def activity(self) -> Activity:
-        """The server's health, and the state of its rollouts."""
         now = time.time()
 
         def since(begun: float | None) -> float | None:

@@ -59,12 +59,9 @@ class Host(Generic[Options]):
 
     @classmethod
     def connect(cls, options: type[Options], at_end: Callable[[], None] | None = None) -> Host[Options]:
-        """Read the settings; `at_end` is called before this process ends with its standard input.
-
-        Standard output has answers alone: a library's prints go to the log.
-        """
+        """Read the settings; `at_end` is called before this process ends with its standard input."""
         answers = os.fdopen(os.dup(1), "wb")
-        os.dup2(2, 1)
+        os.dup2(2, 1)  # A library's prints go to the log.
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
         # A reader of its own: Python closes sys.stdin at the end, which fails while a thread reads from it.
         source = os.fdopen(0, "rb", closefd=False)

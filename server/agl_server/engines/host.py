@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, cast
 
 from agl_core import errors, private
 from agl_core.errors import AglError, EngineError
@@ -126,8 +126,7 @@ class ProcessEngine(Engine, Generic[Options]):
             raise self._lost("rollouts")
 
     async def update(self, policy: str, batch: Batch, progress: Progress | None = None) -> UpdateResult:
-        result: UpdateResult = await self._ask("update", policy, batch, progress=progress)
-        return result
+        return cast(UpdateResult, await self._ask("update", policy, batch, progress=progress))
 
     async def save(self, folder: Path) -> None:
         await self._ask("save", _absolute(folder))
@@ -136,20 +135,16 @@ class ProcessEngine(Engine, Generic[Options]):
         await self._ask("load", _absolute(folder))
 
     async def versions(self) -> Mapping[str, int]:
-        versions: Mapping[str, int] = await self._ask("versions")
-        return versions
+        return cast(Mapping[str, int], await self._ask("versions"))
 
     async def stats(self) -> Mapping[str, float]:
-        stats: Mapping[str, float] = await self._ask("stats")
-        return stats
+        return cast(Mapping[str, float], await self._ask("stats"))
 
     async def tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
-        tokenized: Sequence[Call] = await self._ask("tokenize", policy, calls)
-        return tokenized
+        return cast(Sequence[Call], await self._ask("tokenize", policy, calls))
 
     async def logprobs(self, policy: str, batch: Batch) -> ResponseScores:
-        scores: ResponseScores = await self._ask("logprobs", policy, batch)
-        return scores
+        return cast(ResponseScores, await self._ask("logprobs", policy, batch))
 
     async def load_policy(self, name: str, spec: PolicySpec) -> None:
         await self._ask("load_policy", name, spec)
@@ -158,7 +153,6 @@ class ProcessEngine(Engine, Generic[Options]):
         await self._ask("unload_policy", name)
 
     async def stop(self) -> None:
-        """End the process; calling it again changes nothing."""
         self._stopped = True
         if self._watching is not None:
             self._watching.cancel()

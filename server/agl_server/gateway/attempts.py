@@ -34,7 +34,6 @@ class RunSettings:
     timeout: float
     """Seconds an attempt may take."""
     attempts: int
-    """Tries per rollout."""
     agents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By policy: the agents that it answers."""
     prompts: Mapping[str, PromptSection] = field(default_factory=dict)
@@ -52,10 +51,7 @@ class Destination:
 
 
 class Relay:
-    """The current model server, if any. Used on the server's event loop.
-
-    `lend` is called with whether there is one, so that rollouts wait while there is none.
-    """
+    """The current model server, if any; `lend` is told if there is one, since rollouts wait while there is none."""
 
     def __init__(self, lend: Callable[[bool], None] = lambda lending: None) -> None:
         self.versions: dict[str, int] = {}
@@ -78,7 +74,6 @@ class Relay:
         yield self.current_destination()
 
     def connect(self, upstream: Upstream, settings: RunSettings) -> None:
-        """Forward to this model server from now on."""
         self.disconnect()
         self._destination = Destination(upstream, settings, UpstreamClient(upstream, settings.timeout), self.versions)
         self._lend(True)
@@ -118,7 +113,6 @@ class ActiveAttempt:
     """Calls being written; the end waits for them, so that the store has them first."""
     closing: asyncio.Task[None] | None = None
     reported: Ending | None = None
-    """The ending that its worker reported."""
     answered_by: Relay | None = None
     """None: the run's relay."""
     reply_headers: Mapping[str, str] = field(default_factory=dict)
@@ -142,7 +136,6 @@ class ActiveAttempt:
         return self.mode is not Mode.USE
 
     def call_id(self, prefix: str) -> str:
-        """The id of a new call; `prefix` is its API's."""
         return f"{prefix}{os.urandom(16).hex()}"
 
     async def keep(self, store: Store, *calls: Call) -> None:
@@ -185,11 +178,9 @@ class RolloutSource:
 
     async def start(self, base_url: str) -> None:
         """Called before the server listens."""
-        return
 
     async def stop(self) -> None:
         """Called after the server has stopped listening."""
-        return
 
     async def attempt_of(self, request: Request) -> ActiveAttempt | None:
         """The attempt of a model call, open or not; None if the call is not its own. ApiError to refuse it."""

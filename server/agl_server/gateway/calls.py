@@ -198,7 +198,6 @@ class Gateway:
                 logger.warning("Ignored in requests of %s.", note)
 
     async def stop(self) -> None:
-        """Cancel the calls in flight."""
         for request in self._in_flight.values():
             request.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
@@ -249,7 +248,6 @@ class Gateway:
     async def _make(
         self, call: _ModelCall, exchange: ClientExchange, done: asyncio.Future[Reply], live: LiveReply
     ) -> Reply:
-        """Forward a call and record it."""
         attempt, request, headers = call.attempt, call.request, call.headers
         with self._relay_of(attempt).acquire_destination(attempt.rollout.group) as served:
             started = time.time()
@@ -327,10 +325,7 @@ class Gateway:
     async def _commit(
         self, attempt: ActiveAttempt, call: Call, superseded: Call | None, done: asyncio.Future[Any]
     ) -> None:
-        """Write the call; closing its attempt waits until it is `done`, so that the count is right.
-
-        A `superseded` call counts no more: its reply never arrived.
-        """
+        """Write the call, and that a `superseded` one counts no more; closing its attempt waits until it is `done`."""
         attempt.committing.add(done)
         try:
             counts_no_more = () if call.late or superseded is None else (replace(superseded, late=True),)
@@ -404,12 +399,8 @@ def _this_task() -> asyncio.Task[Any]:
 
 
 def effective_sampling(rollout: Rollout, requested: Sampling, settings: SamplingSection | None, seed: int) -> Sampling:
-    """Temperature and top_p by the rollout's mode, this call's seed, and the smaller of both token limits.
-
-    Sessions are sampled as they ask, with values for what they leave open. Without `settings` calls are only recorded,
-    and sampled as they would be without agl.
-    """
-    if settings is None:
+    """Temperature and top_p by the rollout's mode, this call's seed, and the smaller of both token limits."""
+    if settings is None:  # Calls are only recorded.
         return requested
     if rollout.mode is Mode.USE:
         return Sampling(
@@ -425,11 +416,11 @@ def effective_sampling(rollout: Rollout, requested: Sampling, settings: Sampling
 
 def replaced_prompts(prompts: Mapping[str, PromptSection], rollout: Rollout, agent: str | None) -> dict[str, str]:
     """For an agent: text in its system messages → the named prompt that replaces it."""
-    texts = {name: rollout.prompts.get(name, prompt.text) for name, prompt in prompts.items()}
     return {
         prompt.replace: text
         for name, prompt in prompts.items()
-        if prompt.replace is not None and (text := texts[name]) is not None and is_among(agent, prompt.agents)
+        if prompt.replace is not None and is_among(agent, prompt.agents)
+        if (text := rollout.prompts.get(name, prompt.text)) is not None
     }
 
 

@@ -78,7 +78,6 @@ class UpstreamClient:
         """Each rollout's server, and whether it had another one before."""
 
     def close(self) -> None:
-        """Close idle connections; what is in flight goes on."""
         for server in self._servers.values():
             server.close()
 
@@ -167,10 +166,7 @@ class UpstreamClient:
 
 
 def _chunk(event: bytes, url: str, reasons: dict[int, object]) -> Mapping[str, Any]:
-    """The chunk of a server-sent event; ApiError if it is none, or reports an error.
-
-    It adds to the finish `reasons` of the choices, which are None before their end.
-    """
+    """The chunk of a server-sent event, added to the finish `reasons`; ApiError if it is none, or reports an error."""
     try:
         chunk = parse_json(event)
         failed = chunk.get("error")

@@ -24,14 +24,7 @@ from starlette.requests import Request
 from agl_core.apis.errors import ApiError
 from agl_core.errors import ServerError
 from agl_core.types import AttemptKey
-from agl_core.wire import (
-    OPERATOR_KEY,
-    WORKER_KEY,
-    Right,
-    ServerFile,
-    problem_of_key,
-    take_keys,
-)
+from agl_core.wire import OPERATOR_KEY, WORKER_KEY, Right, ServerFile, problem_of_key, take_keys
 
 _AGENT_HINT = (
     "Each attempt has a key of its own, which is good for that attempt only. An agent in a process of its own has it "
@@ -66,10 +59,7 @@ class Keys:
 
     @classmethod
     def of_run(cls, file: Path) -> Keys:
-        """Take the keys out of AGL_WORKER_KEY and AGL_OPERATOR_KEY, else read `file`, else make new ones.
-
-        ServerError if a key is invalid, or both are the same.
-        """
+        """Take the keys out of AGL_WORKER_KEY and AGL_OPERATOR_KEY, else of `file`, else new ones; ServerError."""
         fresh, before, chosen = cls(), ServerFile.read(file), take_keys()
         for name, key in chosen.items():
             if problem := problem_of_key(name, key):
@@ -96,11 +86,9 @@ class Keys:
         ).write(file)
 
     def of_attempt(self, attempt: AttemptKey) -> str:
-        """The agent's key of one attempt."""
         return self.derive(f"agent/{attempt.rollout}/{attempt.attempt}")
 
     def of_lease(self, attempt: AttemptKey) -> str:
-        """The secret of one attempt's lease."""
         return self.derive(f"lease/{attempt.rollout}/{attempt.attempt}")
 
     def check_host(self, host: str) -> None:
@@ -114,12 +102,8 @@ class Keys:
 
     def check(self, request: Request, right: Right) -> None:
         """ApiError 401 unless the request carries a key of this right."""
-        keys = {
-            Right.WORKER: [self.worker],
-            Right.OPERATOR: [self.operator],
-            Right.EITHER: [self.operator, self.worker],
-        }[right]
-        if not any(carries(request, key) for key in keys):
+        keys = {Right.WORKER: self.worker, Right.OPERATOR: self.operator}
+        if not any(carries(request, key) for owner, key in keys.items() if right in (owner, Right.EITHER)):
             raise refused_key(request, f"This route takes the key of: {right}.")
 
     def holder(self, request: Request, attempts: Iterable[AttemptKey]) -> AttemptKey:
@@ -158,7 +142,6 @@ def equal_secrets(sent: str, key: str) -> bool:
 
 
 def refused_key(request: Request, hint: str) -> ApiError:
-    """The 401 for a missing or wrong key."""
     fault = "is not the right one" if request.headers.get("authorization") or any(_sent(request)) else "is missing"
     return ApiError(401, f"The API key (Authorization: Bearer …, or x-api-key) {fault}. {hint}", code="invalid_api_key")
 

@@ -288,10 +288,7 @@ class Pieces:
     def split_request(
         self, request: Mapping[str, Json], owner: Hashable = None
     ) -> tuple[list[int], dict[str, Json], dict[str, int]]:
-        """A request as (numbers of its pieces, the rest without its lists of objects, lengths of these lists).
-
-        The requests of one `owner` probably begin alike.
-        """
+        """A request as (numbers of its pieces, the rest without its lists of objects, lengths of these lists)."""
         rest: dict[str, Json] = {}
         lengths: dict[str, int] = {}
         numbers: list[int] = []

@@ -50,7 +50,6 @@ SCHEMA = (
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {VERSION}",
 )
-"""The statements that make a file."""
 
 
 def log_of(path: Path) -> Path:

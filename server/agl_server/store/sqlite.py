@@ -196,10 +196,7 @@ def build(options: NoOptions, folder: Path, read_only: bool = False) -> SqliteSt
 
 
 class Readers:
-    """Runs queries, each in a transaction that sees everything committed before it.
-
-    `check` raises if the writer beside these readers has lost its files.
-    """
+    """Runs queries, each in a transaction that sees all committed before it; `check` raises if the files are lost."""
 
     def __init__(self, path: Path, check: Callable[[], None] | None) -> None:
         self._path, self._check = path, check
@@ -249,10 +246,7 @@ def _read(connection: sqlite3.Connection, query: Query[Result]) -> Result:
 
 
 class GroupWriter:
-    """The one writer. While a transaction runs in its thread, the next one gathers on the event loop.
-
-    Each transaction checks before and after whether the files are still those that were opened.
-    """
+    """The one writer. While a transaction runs in its thread, the next one gathers on the event loop."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -267,10 +261,7 @@ class GroupWriter:
         self._idle.set()
 
     async def put(self, records: Iterable[Record], may: Query[bool] = lambda connection: True) -> bool:
-        """Write records, all or none, if they `may` be written; returns, once they are committed, whether they were.
-
-        Raises StoreError for a record that cannot be stored, else SQLite's own error.
-        """
+        """Write records, all or none, if they `may` be written; returns if they were. StoreError, or sqlite3.Error."""
 
         def prepare() -> Work[bool]:
             rows = encode(records, self._pieces)
@@ -301,7 +292,12 @@ class GroupWriter:
 
     async def between_writes(self, work: Query[Result]) -> Result:
         """Run `work`, which has the connection for itself."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._checked, work)
+
+        def checked() -> Result:
+            self.check()
+            return work(self._connection)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, checked)
 
     async def remove(self, work: Query[Result]) -> Result:
         """The same; then the log is cut off, for what it removed."""
@@ -339,10 +335,6 @@ class GroupWriter:
         if self._lost is not None:
             raise self._lost
 
-    def _checked(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        self.check()
-        return work(self._connection)
-
     def _cut_log_off(self, connection: sqlite3.Connection) -> bool:
         """Fold the write-ahead log into the store's file; False if a reader still needs it."""
         connection.execute("PRAGMA busy_timeout = 0")
@@ -355,10 +347,7 @@ class GroupWriter:
     def _gather(self, turns: int) -> None:
         if turns:
             asyncio.get_running_loop().call_soon(self._gather, turns - 1)
-        else:
-            self._start()
-
-    def _start(self) -> None:
+            return
         # All are encoded here, one after the other: the code for it is in the processor's cache then.
         batch = [(_prepared(prepare, done), done) for prepare, done in self._waiting]
         self._waiting = []
