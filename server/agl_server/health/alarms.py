@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 from agl_core.config.load import LoadedConfig
 from agl_core.kinds import Capability
-from agl_core.learning.tool_results import tool_calls_of
+from agl_core.learning.tool_results import function_of, tool_calls_of
 from agl_core.store import Store
 from agl_core.types import AlarmName, AttemptKey, Ending, Episode, Rollout
 from agl_core.wire import Activity, RunningAttempt
@@ -45,8 +45,7 @@ _PROCESS_REMEDY = (
 class Watch:
     """Looks at each step. An alarm that goes on is raised once.
 
-    `settings` are the run's `[alarms]`; `policies` are its policies' names; a resumed run passes the numbers of the
-    steps so far. It looks at the first steps and the last `kept` ones: a run may have very many.
+    It looks at the first steps and the last `kept` ones: a run may have very many.
     """
 
     settings: Mapping[AlarmName, float | Literal[False]] = field(default_factory=dict)
@@ -276,8 +275,7 @@ async def _by_tool(attempts: Sequence[RunningAttempt], store: Store) -> Mapping[
     by_tool = defaultdict[str, list[RunningAttempt]](list)
     for attempt, key in zip(attempts, keys, strict=True):
         choices = latest[key].choices if key in latest else ()
-        functions = [tool_call.get("function") for choice in choices for tool_call in tool_calls_of(choice.message)]
-        tools = [str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function]
+        tools = [function_of(tool_call)[0] for choice in choices for tool_call in tool_calls_of(choice.message)]
         for tool in tools or [""]:
             by_tool[tool].append(attempt)
     return by_tool

@@ -60,7 +60,6 @@ class Certificate:
 
     @property
     def counts(self) -> Counter[Proof]:
-        """The number of trained tokens by what is proved of them."""
         return Counter(proof for proof in self.proofs_T if proof is not None)
 
     @property

@@ -56,8 +56,6 @@ _REFUSAL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class RolloutHealth:
-    """The verdict on a rollout, and what it rests on."""
-
     symptoms: tuple[Symptom, ...] = ()
     missing: tuple[Evidence, ...] = ()
 
@@ -119,12 +117,10 @@ def is_gibberish(transition: Transition) -> bool:
 
 
 def has_cut_prompt(transition: Transition) -> bool:
-    """True if the model server cut the prompt: it has fewer tokens than its text needs by any tokenizer.
-
-    Assistant messages do not count: templates leave out their thinking.
-    """
+    """True if the model server cut the prompt: it has fewer tokens than its text needs by any tokenizer."""
     if transition.prompt_ids is None:
         return False
+    # Templates leave out the thinking of assistant messages.
     texts = [message_text(m.get("content")) for m in transition.messages if m.get("role") != "assistant"]
     needed = sum(max(len(text.split()), len(text) // LONGEST_TOKEN) for text in texts)
     return needed > len(transition.prompt_ids)
@@ -203,8 +199,7 @@ def _system_prompt(transition: Transition) -> str:
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Rewards with their components, endings, lengths, turns, calls and health of one set of rollouts.
 
-    Rewards are also by part, for tasks of a mixture. `reward/mean` is of returns, because single calls may have rewards
-    of their own; an episode that was dropped unscored counts as 0.
+    `reward/mean` is of returns, as single calls may have rewards; an episode that was dropped unscored counts as 0.
     """
     rewards = [scored_return(episode) or 0.0 for episode in episodes]
     transitions = [t for e in episodes for t in e.transitions]

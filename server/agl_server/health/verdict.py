@@ -97,8 +97,7 @@ def series(lines: Sequence[MetricsLine], kind: str, key: str) -> list[tuple[int,
 
 
 def held_out(lines: Sequence[MetricsLine], what: str = _REWARD) -> dict[str, list[tuple[int, float]]]:
-    """The mean reward of each held-out set and mode, as `eval/greedy`, each with the step it follows; or what else
-    evaluations have at the end of a key, as the loss of recorded replies by set (`LOSSES`)."""
+    """By set and mode, as `eval/greedy`: each evaluation's step and mean reward, or other value whose key ends so."""
     keys = dict.fromkeys(key for line in lines if line.kind == "eval" for key in line.values if key.endswith(what))
     return {key.removesuffix(what): series(lines, "eval", key) for key in keys}
 
@@ -118,8 +117,6 @@ def of_update(name: str, metrics: Numbers) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class RunHealth:
-    """The health of a run by its metrics."""
-
     alarms: Sequence[tuple[int, Alarm]]
     """Each with its step, in the order in which they were raised."""
     holding: Mapping[AlarmName, int]
@@ -152,8 +149,6 @@ def read_health(folder: Path) -> RunHealth:
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """The result of a run."""
-
     word: Literal["learned", "not yet", "cannot"]
     """cannot: no step had anything to learn from, and further ones like them have nothing either."""
     why: str
@@ -219,8 +214,6 @@ def _dropped(steps: Sequence[Numbers]) -> Counter[str]:
 
 
 class _Sample(NamedTuple):
-    """The rewards of some rollouts."""
-
     rollouts: float
     mean: float
     variance: float
@@ -256,10 +249,7 @@ def _training_change(steps: Sequence[Numbers]) -> RunVerdict | None:
 def _change(
     name: str, before: Sequence[Numbers], after: Sequence[Numbers], least: float, prefix: str = ""
 ) -> RunVerdict | None:
-    """Learned if a reward rose by more than chance; None where its change is not known.
-
-    Chance is `least` standard errors of the difference, if all rewards were drawn from one distribution.
-    """
+    """Learned if a reward rose by more than chance, `least` standard errors of the difference; None if not known."""
     first, last, both = (_sample(lines, prefix) for lines in (before, after, [*before, *after]))
     if first is None or last is None or both is None:
         return None

@@ -76,8 +76,7 @@ def read_state(checkpoint: Path) -> RunState:
 class Checkpoints:
     """The checkpoints of one run, in `folder/step-N`, and beside the folder links to the latest weights.
 
-    The last `keep` are kept, the best one, and those in use. The link is `model`, or
-    `model-POLICY` for each of several policies; transformers loads it. It is relative, so a run can be moved.
+    The last `keep` are kept, the best one, and those in use. The link is `model`, or for several `model-POLICY`.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -99,10 +98,7 @@ class Checkpoints:
         return checkpoints[-1]
 
     def meant_by(self, name: str) -> Path | None:
-        """The checkpoint of a step or of `latest`, `best` or `stable`; None: what training started from (step 0).
-
-        CheckpointError lists those that exist, if it is none of them.
-        """
+        """The checkpoint of a step, `latest`, `best` or `stable`; None: step 0. CheckpointError lists all if none."""
         path = None
         if name == "latest":
             path = self.latest()
@@ -128,10 +124,7 @@ class Checkpoints:
         return part
 
     def commit(self, part: Path, state: RunState) -> Path:
-        """Make the written files the checkpoint of `state.step`, and remove checkpoints that are too old.
-
-        It is synced to the disk before an older checkpoint is removed.
-        """
+        """Make the files the checkpoint of `state.step`, synced to the disk before those that are too old go."""
         target = self.path(state.step)
         with _writing(target):
             private.write(part / _STATE, orjson.dumps(asdict(state), option=orjson.OPT_INDENT_2))
@@ -159,13 +152,11 @@ class Checkpoints:
         return max(reversed(rewards), key=rewards.__getitem__, default=None)
 
     def in_use(self) -> list[int]:
-        """The steps of the versions that are needed, the stable one first. CheckpointError if they are not known.
-
-        A last line that a kill left incomplete was never decided.
-        """
+        """The steps of the versions that are needed, the stable one first. CheckpointError if they are not known."""
         file = self.folder.parent / VERSIONS_FILE
         try:
             content = file.read_bytes() if file.exists() else b""
+            # A last line that a kill left incomplete was never decided.
             decisions = content[: content.rfind(b"\n") + 1].splitlines()
             return list(orjson.loads(decisions[-1])["kept"]) if decisions else []
         except (OSError, ValueError, LookupError, TypeError) as error:

@@ -128,8 +128,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 def passes(scores: Sequence[TaskScore], success: float) -> list[Passes]:
     """pass@k and pass^k of each set and mode whose tasks were repeated, for k = 1, 2, 4, … and all tries.
 
-    A rollout is solved if its reward is at least `success`. The intervals are over the tasks, whose number decides how
-    much such a mean may vary: more repeats of few tasks say little about other tasks.
+    The intervals are over the tasks: more repeats of few tasks say little about other tasks.
     """
     rows = []
     for (held_out, mode), of_set in _by_set(scores).items():
@@ -138,10 +137,8 @@ def passes(scores: Sequence[TaskScore], success: float) -> list[Passes]:
             continue
         solved = [sum(reward >= success for reward in task.rewards) for task in of_set]
         for k in [*(2**power for power in range((tries - 1).bit_length())), tries]:
-            estimates = []
-            for estimate in (pass_at, pass_all):
-                value = fmean(estimate(k, tries, count) for count in solved)
-                estimates.append(Estimate(value, *wilson(min(max(value, 0.0), 1.0), len(of_set))))
+            shares = (fmean(estimate(k, tries, count) for count in solved) for estimate in (pass_at, pass_all))
+            estimates = [Estimate(share, *wilson(share, len(of_set))) for share in shares]
             rows.append(Passes(held_out, mode, k, len(of_set), tries, *estimates))
     return rows
 
@@ -190,10 +187,7 @@ def _bootstrap(values: Sequence[float]) -> Estimate:
 
 @dataclass
 class HeldOutReplies:
-    """A held-out set of recorded rollouts. No agent runs for it: the likelihood of its replies is measured.
-
-    The calls of trained agents count, in the rollouts of as many tasks as an evaluation has.
-    """
+    """A held-out set of recorded rollouts: the likelihood of trained agents' replies is measured, and no agent runs."""
 
     name: str
     recordings: Recordings
@@ -237,8 +231,6 @@ class HeldOutReplies:
 
 @dataclass(slots=True)
 class Evaluation:
-    """The outcome of an evaluation."""
-
     entries: list[dict[str, Any]] = field(default_factory=list)
     """For the run's record, one for each set and mode."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -255,8 +247,6 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates the policies being served on held-out sets of tasks."""
-
     collector: Collector
     sets: Mapping[str, TaskSource]
     settings: EvalSection
@@ -269,8 +259,7 @@ class Evaluator:
     async def evaluate(self, step: int, repeat: int = 1) -> Evaluation:
         """Every set in every mode, each task `repeat` times where it is sampled: greedy replies are always the same.
 
-        Recorded sets get the loss of their replies. The first evaluation raises an alarm if some rollouts failed, later
-        ones only if all did.
+        The first evaluation raises an alarm if some rollouts failed, later ones only if all did.
         """
         evaluated, position = Evaluation(), 0
         for split in self.sets:
@@ -289,8 +278,7 @@ class Evaluator:
     def planned(self, step: int, split: str, mode: Mode, position: int = 0, repeat: int = 1) -> list[list[Rollout]]:
         """`repeat` rollouts of each task of a set, the first task at `position` of the evaluation.
 
-        Tasks of the split "train" get the split of the held-out set. Each rollout is scored as a group of one; those of
-        a task differ in their sampling seeds.
+        Tasks of the split "train" get that of the held-out set. Each rollout is scored as a group of one.
         """
         source, groups = self.sets[split], []
         for n in range(min(self.settings.tasks, source.size or self.settings.tasks)):

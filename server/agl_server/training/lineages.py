@@ -296,7 +296,6 @@ class _Tree:
 
 
 def _texts_in(value: Json) -> Iterator[str]:
-    """All texts in a JSON value."""
     if isinstance(value, str) and value.strip():
         yield value.strip()
     elif isinstance(value, Mapping | list):

@@ -17,12 +17,7 @@ from agl_core.types import AlarmName, DropReason, Rollout, TrainingRecord
 from agl_server.engines.child import peak_rss_bytes
 from agl_server.health.alarms import Watch, alarm_of_failures, alarms_on
 from agl_server.health.certificate import recomputed_in
-from agl_server.health.rollouts import (
-    contrast_metrics,
-    episode_metrics,
-    record_metrics,
-    staleness_metrics,
-)
+from agl_server.health.rollouts import contrast_metrics, episode_metrics, record_metrics, staleness_metrics
 from agl_server.health.table import Alarm
 from agl_server.health.verdict import check_patience, check_serving
 from agl_server.training.checkpoints import Checkpoints, RunState
@@ -96,10 +91,7 @@ class Trainer:
         )
 
     async def train(self) -> None:
-        """Train from where `state` is to the last step, or until it is `stopped`.
-
-        TrainingError if the steps have nothing to train on.
-        """
+        """Train from where `state` is to the last step, or until `stopped`; TrainingError without data to train on."""
         settings = self.loaded.config.train
         last, every = settings.steps, self.loaded.config.eval.every
         self._resumed = time.monotonic() - self.state.seconds
@@ -196,11 +188,7 @@ class Trainer:
     async def _record(
         self, step: int, batches: StepBatches, results: Mapping[str, UpdateResult], rollouts: Sequence[Rollout]
     ) -> list[TrainingRecord]:
-        """Store the training records, and the step of each rollout, all or nothing.
-
-        A rollout's step is the one that trained on it, perhaps not the planned one. A transition that the engine could
-        not take has no advantage.
-        """
+        """Store the training records, and with each rollout the step that trained on it, all or nothing."""
         records = [*batches.dropped]
         for policy, result in results.items():
             batch, advantages, weights = batches.batches[policy], result.advantage_N.tolist(), result.weight_N.tolist()
@@ -256,7 +244,6 @@ class Trainer:
         return await self.session.stall.watched(self.session.engine.stats(), "which counts")
 
     async def _evaluate(self) -> Evaluation:
-        """Evaluate the weights as they are on every held-out set."""
         step = self.state.step
         evaluated = await self.session.evaluator.evaluate(step)
         alarms = self.watch.wanted(evaluated.alarms)

@@ -49,7 +49,6 @@ class Observer:
     """Shows progress. This one shows nothing; subclasses show what they are for."""
 
     def phase(self, name: str, step: int) -> AbstractContextManager[Advance]:
-        """A context in which a phase runs."""
         return nullcontext(lambda share, note: None)
 
     def begun(self) -> None:
@@ -60,8 +59,7 @@ class Observer:
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], note: str = "") -> str:
-    """A training step as one line: reward (or, without any, the accuracy on pairs or the loss), what else there is to
-    note, mean prompt and response length, seconds.
+    """A training step as one line: reward (else the accuracy on pairs, or the loss), note, mean lengths, seconds.
 
     >>> step_line(4, 40, {"reward/mean": 0.5, "seconds/rollouts": 4.9, "seconds/update": 0.1})
     'step   4/40  reward 0.500  rollouts 4.9 s  update 0.1 s'
@@ -111,13 +109,9 @@ class MetricsLog:
         self.restart = restart
         """The restart of the lines that are written from now on."""
         self._failed: set[str] = set()
-        """The trackers that raised, by name."""
 
     def forget_after(self, step: int) -> None:
-        """Remove the lines of superseded steps, when a run resumes from an earlier checkpoint.
-
-        A last line that a kill or a full disk truncated is removed too; CheckpointError if another line cannot be read.
-        """
+        """Remove the lines of later steps, and a truncated last one; CheckpointError if another line cannot be read."""
         parsed = list(parsed_lines(self._path))
         for number, _, line in parsed[:-1]:
             if isinstance(line, Exception):
@@ -132,11 +126,7 @@ class MetricsLog:
     def write(
         self, step: int, kind: str, metrics: Mapping[str, float], alarms: Sequence[Alarm] = (), stopped: str = ""
     ) -> None:
-        """Append one line; `kind` is `train` or `eval`, `alarms` are those that were raised since the last line.
-
-        `stopped` says why the run ends here, before its last step.
-        Trackers get the numbers of a step under `train/`; those of an evaluation begin with the name of its set.
-        """
+        """Append a `MetricsLine`. Trackers get the numbers of a step under `train/`, of an evaluation under its set."""
         line: dict[str, Any] = {"step": step, "kind": kind, "restart": self.restart, "time": time.time(), **metrics}
         if alarms:
             line["alarms"] = [
@@ -228,7 +218,6 @@ class Summary:
 
     @property
     def steps(self) -> list[Mapping[str, float]]:
-        """The numbers of each training step."""
         return [line.values for line in self.lines if line.kind == "train"]
 
     @property

@@ -44,14 +44,12 @@ async def train(
     trainer_of: Callable[..., Trainer] = Trainer,
     look: bool = False,
 ) -> Summary:
-    """Train in `run_dir`; returns the result, also when interrupted.
+    """Train in `run_dir`; returns the result, also when interrupted. A new run's folder is removed if it cannot start.
 
-    If `resume`, the run goes on from `checkpoint`, by default its last one. Everything after the checkpoint is
-    superseded. Changes of the configuration are printed, and hold from now on. ConfigError if a change does not fit the
-    checkpoint; StoreError if the run's store is empty. The folder of a new run is removed if the run cannot be started.
-    With a `source` of rollouts on its server, an engine that is lost is started again, and the source goes on;
-    `trainer_of` makes the trainer. With `look`, a new run begins with a rollout of the agent that is shown;
-    TrainingError if none that is tried ends well.
+    With `resume`, the run goes on from `checkpoint`, by default its last one, and what came after it is superseded.
+    With a `source` of rollouts on its server, an engine that is lost is started again, and the source goes on.
+    With `look`, a new run begins with a rollout of the agent that is shown; TrainingError if none that is tried ends
+    well. ConfigError if a changed setting does not fit the checkpoint; StoreError if the run's store is empty.
     """
     config = loaded.config
     if not os.access(run_dir, os.W_OK):
@@ -142,8 +140,7 @@ async def evaluate(
 ) -> Evaluation:
     """Evaluate a checkpoint (None: the initial weights) on every held-out set, sampled tasks `repeat` times.
 
-    The numbers are also a line of the run's metrics.jsonl. The records of later steps stay as they are: an evaluation
-    does not resume the run. The folder of a new run is removed if it cannot be started.
+    The records of later steps stay as they are. The folder of a new run is removed if it cannot be started.
     """
     step = read_state(checkpoint).step if checkpoint else 0
     with removed_unless_begun(run_dir) as begun:
@@ -161,10 +158,7 @@ async def evaluate(
 
 
 async def _look(session: Session, observer: Observer, run_dir: Path, begun: Callable[[], None]) -> None:
-    """Show the agent's first rollout. TrainingError if it and all others that are tried fail in the same way.
-
-    They are kept if the model replied in each of them: `begun` is called then.
-    """
+    """Show the agent's first rollout. TrainingError if it and all others that are tried fail in the same way."""
     look = await first_look(session, observer)
     for _, rollout in look.seen:
         observer.say(f"first look: {rollout}")
@@ -172,7 +166,7 @@ async def _look(session: Session, observer: Observer, run_dir: Path, begun: Call
         return
     why, following = "The agent does not work yet, so training", "Try it with `agl doctor CONFIG`"
     if look.are_answered:
-        begun()
+        begun()  # The rollouts are kept.
         why, following = (
             "Training",
             f"See them: agl rollouts {run_dir}; train all the same: agl train --resume {run_dir}",
@@ -202,13 +196,10 @@ def new_run_dir(loaded: LoadedConfig) -> Path:
 
 
 def first_free(base: Path, write: Callable[[Path], None]) -> Path:
-    """Make the folder `base`, or `base-2` and so on if it is taken, with the configuration that `write` puts there.
-
-    A folder with nothing but logs is what a failed start left, and is taken over.
-    """
+    """Make the folder `base`, or `base-2` and so on if it is taken, with the configuration that `write` puts there."""
     for number in range(1, 10_000):
         folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        if folder.is_dir() and all(file.suffix == ".log" for file in folder.iterdir()):
+        if folder.is_dir() and all(file.suffix == ".log" for file in folder.iterdir()):  # A start failed.
             shutil.rmtree(folder, ignore_errors=True)
         with suppress(FileExistsError):
             make_run_dir(folder, write, may_exist=False)
@@ -217,10 +208,7 @@ def first_free(base: Path, write: Callable[[Path], None]) -> Path:
 
 
 def make_run_dir(folder: Path, write: Callable[[Path], None], *, may_exist: bool = True) -> None:
-    """Make a run's folder and have `write` put its configuration there.
-
-    FileExistsError if the folder exists, unless `may_exist`.
-    """
+    """Make a run's folder and `write` its configuration; FileExistsError if it exists, unless it `may_exist`."""
     try:
         private.make_folder(folder, exist_ok=may_exist)
         write(folder)
@@ -235,10 +223,9 @@ def make_run_dir(folder: Path, write: Callable[[Path], None], *, may_exist: bool
 
 @contextmanager
 def removed_unless_begun(folder: Path | None) -> Iterator[Callable[[], None]]:
-    """Remove a new run's folder if the block fails before it calls the function that it gets: nothing is in it yet.
+    """Remove a new run's folder, where only a configuration is, if the block fails before it calls what it gets.
 
-    A run is new if its folder has nothing but its configuration. If the engine left a log, which its errors name, the
-    log stays until a run takes the name. None: there is nothing to remove.
+    If the engine left a log, which its errors name, the log stays until a run takes the name.
     """
     has_begun = folder is None or any(file.name != CONFIG_FILE for file in folder.iterdir())
 
@@ -264,12 +251,9 @@ def removed_unless_begun(folder: Path | None) -> Iterator[Callable[[], None]]:
 async def local_server(
     loaded: LoadedConfig, run_dir: Path, source_of: SourceFactory | None = None
 ) -> AsyncIterator[LightningServer]:
-    """The server and the store of a run, in this process; they end with it.
+    """The server and the store of a run. If the block ends by an error, workers wait until the run is resumed.
 
-    `source_of` makes what opens rollouts from outside, if anything does.
-
-    Workers on this machine find it by the file in the run's folder. If the block ends by an error, they wait until the
-    run is resumed. StoreError if the store is empty, and that file says that a run was begun.
+    StoreError if the store is empty, and the file in the run's folder says that a run was begun.
     """
     file = run_dir / SERVER_FILE
     before = ServerFile.read(file)

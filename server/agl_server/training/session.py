@@ -35,8 +35,6 @@ from agl_server.training.rollouts import Collector, group_of, scoring_rules
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that is running."""
-
     server: LightningServer
     run: str
     """The run's name in its store."""
@@ -57,12 +55,9 @@ class Session:
 
 
 async def begin_restart(server: LightningServer, config: RunConfig, run_dir: Path, resumed_step: int | None) -> Run:
-    """Begin the run's next restart, which goes on from the checkpoint of `resumed_step`; None: from none.
-
-    The run has the name in its store, so that its folder may be moved; at first it has that of its folder.
-    """
+    """Begin the run's next restart, which goes on from the checkpoint of `resumed_step`; None: from none."""
     runs = await server.store.runs()
-    name = runs[-1].id if runs else run_dir.name
+    name = runs[-1].id if runs else run_dir.name  # The folder may have been moved since.
     restart = 1 + max((run.restart for run in runs if run.id == name), default=-1)
     run = Run(name, restart, time.time(), config.model_dump(mode="json"), resumed_step if restart else None)
     await server.begin(run)
@@ -83,8 +78,7 @@ async def open_session(
 ) -> AsyncIterator[Session]:
     """Begin a run's next restart on its server, start the engine and, unless workers are elsewhere, workers.
 
-    `weights` is a checkpoint to start from; `resumed_step` its step, if training goes on from there. `own_engine`
-    stands in for that of the configuration.
+    `weights` is a checkpoint, `resumed_step` its step if training goes on; `own_engine` replaces the configured one.
     """
     config = loaded.config
     # Errors in tasks, rules or the agent are raised before an engine is started, which takes long.
@@ -146,7 +140,6 @@ async def _stop(starting: asyncio.Task[WorkerProcesses | WorkerThread]) -> None:
 
 
 def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
-    """The engine's part of the configuration."""
     config = loaded.config
     return EngineContext(
         run_dir=run_dir,
@@ -172,10 +165,7 @@ def engine_context(loaded: LoadedConfig, run_dir: Path) -> EngineContext:
 
 
 def task_sources(loaded: LoadedConfig) -> dict[str, TaskSource]:
-    """The task source of each set, once the first task of each was made.
-
-    ConfigError if that fails, if a set has no tasks, or if training is not possible with these (`check_agent`).
-    """
+    """The task source of each set, once its first task was made. ConfigError if one fails, is empty or does not fit."""
     sources: dict[str, TaskSource] = {}
     for name, chosen in loaded.tasks.items():
         source = sources[name] = chosen.build(loaded.config.folder, loaded.config.seed)
@@ -231,8 +221,7 @@ class Look:
 async def first_look(session: Session, observer: Observer) -> Look:
     """Run the agent on the first task, as evaluation runs it. PluginError if the reward rules fail.
 
-    If it fails, a weak policy may be why, so more decide: three in all, or eight if each crashed after a reply. With
-    recorded tasks none is run.
+    If it fails, a weak policy may be why, so more decide: three in all, or eight if each crashed after a reply.
     """
     if isinstance(session.tasks["train"], RecordedTasks):
         return Look([], None)
