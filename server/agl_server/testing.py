@@ -81,7 +81,6 @@ class Stack:
         return list(await self.store.calls([key]))
 
     async def episode(self, key: AttemptKey) -> Episode:
-        """The episode of an attempt, from the store."""
         (attempt,) = [attempt for attempt in await self.store.attempts(key.rollout) if attempt.key == key]
         rollout, calls = await self.store.rollout(key.rollout), await self.store.calls([key])
         return build_episode(rollout, attempt, calls, await self.store.tool_results([key]))

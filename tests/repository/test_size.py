@@ -20,7 +20,7 @@ BOUNDS = {
     "lines of the product": 48301,
     "files of the product": 245,
     "lines of the core": 14659,
-    "lines of the server": 13463,
+    "lines of the server": 13181,
     "lines of the largest room of both": 2817,
     "modules in a circle of imports": 0,
     "lines of all Python": 111116,

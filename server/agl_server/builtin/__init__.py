@@ -10,7 +10,6 @@ from agl_core.kinds import Capability, Register
 
 @hookimpl
 def register_components(register: Register) -> None:
-    """Bring each; trackers need the packages of their extras."""
     from agl_server.builtin import tasks, trackers
     from agl_server.store.sqlite import build
 

@@ -1,7 +1,6 @@
 """Tasks from files, data sets and other runs: the task sources "jsonl", "csv", "hf", "recorded" and "mixture".
 
-"hf" reads Parquet files and Hugging Face datasets. A row's other columns are its task's metadata, which rewards see and
-the agent does not.
+A row's other columns are its task's metadata, which rewards see and the agent does not.
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ class RowTasks:
         return len(self._rows)
 
     def task(self, index: int) -> Task:
-        """The task at this index, 0 … size-1."""
         row = {name: self._json(index, name, value) for name, value in self._rows[index].items()}
         inputs = (self._input,) if isinstance(self._input, str) else self._input
         for column in (*inputs, *self._names):
@@ -229,7 +227,6 @@ class RecordedRuns:
         return self._groups[index][1][0].task
 
     def members(self, index: int) -> int:
-        """The number of rollouts of the task at this index."""
         return len(self._groups[index][1])
 
     async def groups(self, indices: Sequence[int]) -> list[list[RecordedRollout]]:
@@ -273,7 +270,6 @@ class Mixture:
         self._turns = [(name, n) for _, name, n in turns]
 
     def task(self, index: int) -> Task:
-        """The task at this index, from 0 on."""
         cycle, turn = divmod(index, len(self._turns))
         name, number = self._turns[turn]
         part = self._parts[name]

@@ -1,7 +1,4 @@
-"""The trackers "mlflow" and "wandb" (Weights & Biases): metrics, configuration and the best rollouts.
-
-Each is behind an extra of agl-server. A resumed run goes on with the same run there.
-"""
+"""The trackers "mlflow" and "wandb" (Weights & Biases): metrics, configuration and the best rollouts."""
 
 from __future__ import annotations
 

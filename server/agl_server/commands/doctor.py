@@ -45,8 +45,6 @@ QUIET_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
-
     mark: str
     """`ok`, `note`, or `FAIL` if nothing works without it."""
     subject: str
@@ -116,7 +114,6 @@ def _plugins() -> Findings:
 
 
 def _configuration(file: Path) -> Findings:
-    """A configuration, the first tasks, the engine, and one rollout of the agent."""
     loaded = load(file)
     yield Finding("ok", "configuration", f"{file} is valid")
     if loaded.config.agent is not None:
@@ -141,7 +138,6 @@ def _start(loaded: LoadedConfig) -> Findings:
 
 
 async def _session(loaded: LoadedConfig, folder: Path) -> list[Finding]:
-    """The engine's token ids, one rollout if agents are run, and the time and memory taken."""
     from agl_server.training.run import local_server
     from agl_server.training.session import first_look, open_session
 

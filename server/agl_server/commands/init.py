@@ -190,10 +190,7 @@ def _keys(function: Callable[..., object]) -> list[str]:
 
 
 def write_files(agent: AgentFile, model: str, *, force: bool, needs: Collection[Kind] = kinds.KINDS) -> list[Path]:
-    """Write the files beside the agent's, but for tasks that are there, and check that they make a run (see `load`).
-
-    ConfigError, without a change, if another of them is there already (unless `force`), or if they make none.
-    """
+    """Write the files, if they make a run; ConfigError, with no change, if not or if one is there (unless `force`)."""
     folder = agent.file.parent
     files = {folder / name: text for name, text in _texts(agent, _model(model, folder)).items()}
     if agent.file in files:

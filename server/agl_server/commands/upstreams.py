@@ -41,11 +41,7 @@ def choose_key(variable: str | None) -> str:
 
 
 def open_upstream(url: str, key: str, model: str | None) -> tuple[Upstream, str]:
-    """The model server, by a short call, and why its replies have no exact token ids (empty if they have).
-
-    Agents get `model`, or else the server's only one, whatever they ask for; of several, the one that they ask for.
-    EngineError if the server does not answer, with what to do.
-    """
+    """The model server, and why its replies lack exact ids (empty if they do not); EngineError if none answers."""
     with httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=_TIMEOUT, trust_env=False) as client:
         response = _send(client, "GET", f"{url}/models")
         listed = _names(response)

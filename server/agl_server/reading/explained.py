@@ -98,8 +98,6 @@ class TerminalReward:
 
 @dataclass(frozen=True, slots=True)
 class AttemptReport:
-    """One attempt at a rollout."""
-
     attempt: Attempt
     episode: Episode
     training_records: Sequence[TrainingRecord]
@@ -133,7 +131,6 @@ class AttemptReport:
         return ", ".join([*kinds, *([told] if marks else [])]) if marks or len(first) > 1 else ""
 
     def rewards_of(self, transition: Transition) -> list[Reward]:
-        """The rewards that rules gave it."""
         key, by_rules = transition.key, (reward for reward in self.episode.rewards if reward.source != AGENT_SOURCE)
         return [reward for reward in by_rules if (reward.call, reward.choice) == (key.call, key.choice)]
 
@@ -168,8 +165,6 @@ class RolloutEntry:
 
 @dataclass(frozen=True, slots=True)
 class RolloutReport:
-    """Everything that is recorded of one rollout."""
-
     entry: RolloutEntry
     attempts: Sequence[AttemptReport]
     """All of them, also those that do not count."""
@@ -249,7 +244,6 @@ def _group_credit(members: Sequence[RolloutReport]) -> list[GroupCredit]:
 
 
 async def entries_of(store: Store, rollouts: Sequence[Rollout]) -> list[RolloutEntry]:
-    """These rollouts, in their order."""
     keys, runs = counted_attempts(rollouts), await store.runs()
     attempts = {attempt.key: attempt for attempt in await store.attempts(*(key.rollout for key in keys))}
     rewards, records = by_attempt(await store.rewards(keys)), by_attempt(await store.training_records(keys))

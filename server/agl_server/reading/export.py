@@ -32,8 +32,6 @@ Row: TypeAlias = Mapping[str, Any]
 
 
 class Format(StrEnum):
-    """The formats of `agl export`."""
-
     PARQUET = "parquet"
     EPISODES = "episodes"
     SFT = "sft"
@@ -42,8 +40,6 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExportedRollout:
-    """One rollout that leaves the run."""
-
     entry: RolloutEntry
     report: AttemptReport
     """The report of the attempt that counts."""
@@ -51,8 +47,6 @@ class ExportedRollout:
 
 @dataclass(slots=True)
 class Export:
-    """The result of an export."""
-
     out: Path
     rows: Counter[str] = field(default_factory=Counter)
     """By table; conversations count under the format's name."""
@@ -61,11 +55,9 @@ class Export:
 
 
 async def export_run(run: Path, to: Format, out: Path, query: Query = Query()) -> Export:  # noqa: B008
-    """Write the rollouts that match, of the run in the folder `run`, to `out`, which is made: whole, or not at all.
+    """Write the matching rollouts of a run to `out`, whole or not at all; ConfigError if none match, or `out` exists.
 
-    With `query.agent`, only its own transitions are written. Conversations leave held-out evaluations out, unless the
-    query names a mode or a split, or nothing else was recorded, as by `agl run`. ConfigError if nothing is left, or if
-    `out` exists.
+    Conversations leave evaluations out, unless the query names a mode or a split, or nothing else was recorded.
     """
     export = Export(out)
     async with open_store(run) as store:
@@ -265,11 +257,7 @@ def _sft_rows(exported: ExportedRollout, agent: str | None) -> Iterator[Row]:
 
 
 def _preference_rows(group: Sequence[ExportedRollout], agent: str | None) -> Iterator[Row]:
-    """`prompt`, `tools`, `chosen` and `rejected`, for each prompt that members of a group share.
-
-    A reply is worth the mean terminal reward of the rollouts that gave it. The best reply is chosen over the worst;
-    where all are worth the same there is no pair.
-    """
+    """For each prompt that members share, the reply with the best mean terminal reward over that with the worst."""
     by_prompt: dict[str, dict[str, list[tuple[Transition, float]]]] = {}
     for exported in group:
         if exported.entry.reward is not None:

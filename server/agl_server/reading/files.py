@@ -71,10 +71,7 @@ def read_rows(path: Path, *, is_csv: bool | None = None) -> Iterator[tuple[str, 
 
 
 def load_dataset(path: Path, name: str, subset: str | None = None, split: str | None = None) -> Any:
-    """The table file, saved dataset or folder of tables at a path, else what the Hugging Face hub has by this name.
-
-    Without `split`, a saved one may have several. ValueError says why it cannot be loaded.
-    """
+    """The dataset at a path, else what the Hugging Face hub has by this name; ValueError says why it cannot load."""
     import datasets
 
     try:

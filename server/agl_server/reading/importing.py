@@ -94,18 +94,13 @@ _LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "yes": 1.0, "false": 0.0, "0": 0.0
 
 @dataclass(frozen=True, slots=True)
 class ImportSummary:
-    """A run that was made of a file."""
-
     run: Path
     rollouts: int
     calls: int
 
 
 def import_file(file: Path, name: str, runs: Path) -> ImportSummary:
-    """Make the run `runs/NAME` (`NAME-2` and so on if it is taken) of a file.
-
-    EpisodesError names each bad row, and then there is no run.
-    """
+    """Make the run `runs/NAME` (or `NAME-2`, …) of a file; if rows are bad, none: EpisodesError names each."""
     return asyncio.run(_import(file, runs / check_name(name)))
 
 
@@ -144,7 +139,6 @@ class RecordedFile:
             self._rows[recorded.rollout.id] = number, row
 
     async def read(self, rollouts: Sequence[Rollout]) -> list[RecordedRollout]:
-        """These of its rollouts, with what was recorded of them."""
         return [
             replace(recorded, rollout=rollout)
             for rollout in rollouts
@@ -393,8 +387,7 @@ def _of_conversation(
 def _of_episode(episode: Episode, run: str) -> RecordedRollout:
     """An episode, as `agl_core.learning.transitions.build_episode` makes it again. ValueError if a part is of another.
 
-    The weights of the rules are not those of this run. A reward `rest` makes up the difference if the terminal reward
-    is not the plain sum of theirs.
+    A reward `rest` makes up the difference if the terminal reward is not the plain sum of what the rules gave.
     """
     id, attempt, now = episode.rollout, episode.attempt, time.time()
     tool_results = [*(result for t in episode.delivered for result in t.tool_results), *episode.unjoined]

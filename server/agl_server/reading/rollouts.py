@@ -108,10 +108,7 @@ class RolloutPage:
 async def read_page(
     folder: Path, query: Query, size: int, before: str | None = None, after: str | None = None
 ) -> RolloutPage:
-    """About `size` rollouts of the query's step and mode: the newest, or those before or after another rollout.
-
-    A group is on one page.
-    """
+    """About `size` rollouts of the query's step and mode: the newest, or those before or after another rollout."""
     most = size + 1
     async with open_store(folder) as store:
         rollouts = await store.rollouts(
@@ -186,7 +183,6 @@ class RecordedRun:
         return [r for r in done if r.counted_attempt is not None and not is_superseded(r, runs)]
 
     async def read(self, rollouts: Sequence[Rollout]) -> list[RecordedRollout]:
-        """These of its rollouts, with what was recorded of them."""
         async with open_store(self._folder) as store:
             entries = await entries_of(store, rollouts)
             attempts = [entry.attempt for entry in entries if entry.attempt is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -36,27 +37,21 @@ or no rollout of it finished; capture: by `agl run`."""
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """One run, read from its folder."""
-
     folder: Path
     state: RunStatus
     steps: int
     of_steps: int | None
     """The planned steps; None for a capture."""
     size: int
-    """Bytes of all its files."""
     reward_before: float | None
     """The reward of the first evaluation, on the headline set."""
     reward_after: float | None
     """The reward of the last evaluation; None if there was only one."""
     verdict: RunVerdict | None
-    """Its result so far; None before its first step."""
 
 
 @dataclass(frozen=True, slots=True)
 class PruneSummary:
-    """The rollouts and checkpoints that were removed from a run."""
-
     folder: Path
     rollouts: int
     up_to_step: int
@@ -107,12 +102,9 @@ def state_mark(folder: Path) -> str:
     """Sizes and times of what a run writes: another text once something was recorded."""
     marks = []
     for file in (folder / METRICS_FILE, folder / _STORE, log_of(folder / _STORE)):
-        try:
+        with suppress(OSError):
             stat = file.stat()
-        except OSError:
-            marks.append("-")
-        else:
-            marks.append(f"{stat.st_size}.{stat.st_mtime_ns}")
+            marks.append(f"{file.name} {stat.st_size} {stat.st_mtime_ns}")
     return "/".join(marks)
 
 
@@ -189,8 +181,7 @@ def read_entry(folder: Path, metrics: Sequence[MetricsLine] | None = None) -> Ru
 async def prune(folder: Path, keep_steps: int, keep_checkpoints: int | None) -> PruneSummary:
     """Keep only the rollouts of the last steps, the last checkpoints, and the best one; free unused space.
 
-    Rollouts that were opened from outside stay: those who opened them remove them. `keep_checkpoints` is None for the
-    run's `train.keep_checkpoints`. StoreError if another process writes the store.
+    Rollouts that were opened from outside stay. StoreError if another process writes the store.
     """
     before = _size(folder)
     async with open_store(folder, read_only=False) as store:

@@ -82,10 +82,7 @@ class TransitionChange:
 
 @dataclass(frozen=True, slots=True)
 class RolloutChange:
-    """One rollout. Its recorded credit is None if its step ended before the update.
-
-    Only rollouts of training get credit: that of a capture or of an evaluation is None.
-    """
+    """One rollout. Only training gives credit; what was recorded is None if the step ended before the update."""
 
     episode: Episode
     """As the tried configuration scores it."""
@@ -104,8 +101,6 @@ class RolloutChange:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The changes that a configuration would make."""
-
     run: Path
     """The folder, or the file of episodes."""
     rollouts: Sequence[RolloutChange]
@@ -122,9 +117,8 @@ def try_rewards(
 ) -> Trial:
     """Score recorded rollouts as `loaded`, the configuration in the file `config`, says, and credit those of training.
 
-    `run` is a run, or a file that `agl import` takes; None: the newest run of the configuration. `ids` are groups or
-    beginnings of rollouts' ids; without them, the rollouts are those of a training step, by default the last complete
-    one, or all that was recorded without training. Each is credited with its group. Nothing is written. ConfigError if
+    `run` is a run, or a file that `agl import` takes; None: the configuration's newest run. `ids` are groups or
+    beginnings of rollouts' ids; without them it is a training step, by default the last complete one. ConfigError if
     there is nothing to try, or the configuration lacks a sampled policy; PluginError if a credit rule fails.
     """
     if run is not None and is_recording(run):
