@@ -182,7 +182,6 @@ class Worker:
         self.endings: Counter[Ending] = Counter()
         """How attempts ended, as reported to the server."""
         self.problems: Counter[str] = Counter()
-        """Failures of adapters, by message."""
         self.on_problem: Callable[[str], None] = lambda text: None
         self._client, self._runner, self._concurrency, self._moved = client, runner, concurrency, moved
         self._running: dict[AttemptKey, _RunningAttempt] = {}

@@ -16,8 +16,6 @@ A plugin's tests start their engine once, and run the checks with it in this ord
     @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
     async def test_the_engine_keeps_the_contract(case, check):
         await check(case)
-
-The engine trains with an algorithm from a user's plugin file, whose settings have names of their own.
 """
 
 from __future__ import annotations
@@ -104,7 +102,6 @@ class EngineCase:
         return await self.engine.update(self.policy, batch)
 
     async def ask(self, question: str = QUESTIONS[0], **settings: Any) -> httpx.Response:
-        """A chat completion as the gateway asks for it."""
         body = {
             "model": self.upstream.models[self.policy],
             "messages": [{"role": "user", "content": question}],

@@ -82,7 +82,7 @@ def tool_result(id: str, tool_call_id: str | None = None, **changes: Any) -> Too
 def transition(
     turn: int = 0, *tool_results: ToolResult, rollout: str = "r", choice: int = 0, **changes: Any
 ) -> Transition:
-    """The transition that learning makes of a call; without token ids unless they are given."""
+    """Without token ids unless they are given."""
     fields: dict[str, Any] = {
         "agent": "solver",
         "turn": turn,
