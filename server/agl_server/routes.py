@@ -88,8 +88,6 @@ _SETTING = (
 
 
 class ModelRoute(NamedTuple):
-    """The target of a request that may be a model call."""
-
     route: str
     """Begins with /v1/."""
     parameters: Mapping[str, str]

@@ -184,7 +184,6 @@ def _chunk(event: bytes, url: str, reasons: dict[int, object]) -> Mapping[str, A
 def forwarded(
     upstream: Upstream, chat: Mapping[str, Json], effective: Sampling, policy: str, *, trains: bool
 ) -> dict[str, Json]:
-    """The body that the upstream gets."""
     body = {name: value for name, value in chat.items() if not (trains and name in DISTORTING)}
     if not body.get("tools"):  # Chat templates may take an empty list for tools.
         body.pop("tools", None)
@@ -397,7 +396,6 @@ class _Connection(asyncio.Protocol):
         self.fail(ConnectionError(str(error or "it closed the connection")))
 
     def fail(self, error: OSError) -> None:
-        """End the reply under way with this error."""
         self.close()
         self._broken = self._broken or error
         self._wake()

@@ -60,16 +60,12 @@ class Change:
 
 @dataclass(frozen=True)
 class RewardChange(Change):
-    """One named reward, by its provenance."""
-
     name: str
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class TransitionChange:
-    """One transition's intermediate reward and credit."""
-
     rewards: Sequence[RewardChange]
     reward: Change
     """The sum of its intermediate rewards."""

@@ -40,8 +40,6 @@ from agl_core.types.forms import dump_json, from_json, load_json, to_json
 
 
 class Table(NamedTuple):
-    """How rows of one table are written."""
-
     name: str
     columns: tuple[str, ...]
     row: str

@@ -256,7 +256,6 @@ class Trainer:
         return evaluated
 
     async def checkpoint(self) -> Path:
-        """Save everything that resuming needs."""
         self.count_time()
         part = self.checkpoints.begin(self.state.step)
         await self.session.engine.save(part)

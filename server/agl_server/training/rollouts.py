@@ -132,8 +132,6 @@ def scoring_rules(loaded: LoadedConfig) -> list[ScoringRule]:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout that is done, with its scored episode."""
-
     rollout: Rollout
     episode: Episode
     reward_errors: list[Exception]
