@@ -10,16 +10,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from agl_core.client.agent import client_variables
 from agl_core.config.models import RunConfig
 from agl_core.config.sections import Section
-from agl_core.errors import AgentError
+from agl_core.errors import AgentError, ConfigError
 from agl_core.protocols import Launch
 from agl_core.types import Json
+from agl_core.types.forms import dump_json
 from agl_core.wire import Assignment
 from agl_harnesses.sandbox import confined, filled
 from agl_harnesses.workspace import Workspaces, task_source
@@ -62,12 +63,23 @@ class CommandOptions(Section):
     """Files that are written below its home before it starts, by path."""
 
 
+class McpServer(Section):
+    """A task's own, in its input below `mcp_servers`. Its texts may have {python}, {workspace} and {home}."""
+
+    command: str
+    args: list[str] = Field([])
+    env: dict[str, str] = Field({})
+
+
+_SERVERS = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[\w-]+$")], McpServer])
+
+
 @dataclass(frozen=True)
 class Program:
     """A command-line agent.
 
     Its texts may have the placeholders {prompt}, {prompt_file}, {model}, {key}, {home}, {workspace}, {base_url} (which
-    ends in /v1) and {origin} (the same without /v1).
+    ends in /v1), {origin} (the same without /v1) and {mcp}, the MCP servers of the task.
     """
 
     name: str
@@ -80,6 +92,8 @@ class Program:
     variables: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     """Its settings: files below its home, by path."""
+    mcp: Callable[[Any], str] = dump_json
+    """Writes MCP servers, the values of `McpServer` by name, as its settings have them: for {mcp}, if it takes any."""
     answer: Callable[[Json], Json] = field(default=lambda printed: printed)
     """Its answer, of what it printed."""
     settings: tuple[str, ...] = ()
@@ -101,12 +115,14 @@ class ProgramHarness:
         path = shutil.which(program.command[0])
         self._reads = [] if path is None else list(_installation(Path(path)))
         is_elsewhere = self._workspaces is not None and self._workspaces.section.runner == "command"
+        self._python = "python3" if is_elsewhere else sys.executable
         if path is None and not is_elsewhere:
             remedy = f"Install it: {program.install}" if program.install else "Install it, or write its whole path."
             raise AgentError(f"harness '{program.name}': there is no program '{program.command[0]}' to run. {remedy}")
 
     @asynccontextmanager
     async def launch(self, assignment: Assignment, base_url: str, folder: Path) -> AsyncIterator[Launch]:
+        servers = self._servers(assignment.task_input)
         home, path = folder / "home", Path.cwd() if self._workspaces is None else folder / "workspace"
         workspace = None
         if self._workspaces is not None:
@@ -121,6 +137,8 @@ class ProgramHarness:
             "{base_url}": f"{base_url}{assignment.path}/v1",
             "{origin}": f"{base_url}{assignment.path}",
         }
+        inside = {"{python}": self._python, "{workspace}": values["{workspace}"], "{home}": str(home)}
+        values["{mcp}"] = filled(self._program.mcp(servers), inside)
         await asyncio.to_thread(self._write_home, home, values)
         command = []
         for word in self._program.command:
@@ -149,6 +167,19 @@ class ProgramHarness:
         places |= {"reads": self._reads, "variables": variables}
         async with confined(command, section=workspace.section, **places) as confined_command:
             yield Launch(confined_command, path, variables, result)
+
+    def _servers(self, task_input: Json) -> Any:
+        described = task_input.get("mcp_servers") if isinstance(task_input, dict) else None
+        program = self._program
+        if described and not any("{mcp}" in text for text in (*program.command, *program.files.values())):
+            raise ConfigError(
+                f"harness '{program.name}' cannot use the MCP servers that its tasks bring. Take claude-code, codex, "
+                f"opencode or qwen-code, or a `command` that has {{mcp}} in its words or `files`."
+            )
+        try:
+            return _SERVERS.dump_python(_SERVERS.validate_python(described or {}))
+        except ValidationError as error:
+            raise ConfigError(f"The task's input has wrong `mcp_servers`. {error}") from None
 
     def _write_home(self, home: Path, values: Mapping[str, str]) -> None:
         for path in _FOLDERS.values():

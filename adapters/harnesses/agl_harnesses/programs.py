@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agl_core.types import Json
+from agl_core.types.forms import dump_json
 from agl_harnesses.harness import Program
 
 _OPENCODE = """{
   "model": "agl/{model}", "small_model": "agl/{model}", "enabled_providers": ["agl"],
   "permission": "allow", "share": "disabled", "autoupdate": false, "lsp": false, "formatter": false,
+  "mcp": {mcp},
   "provider": {"agl": {
     "npm": "@ai-sdk/openai-compatible",
     "options": {"baseURL": "{base_url}", "apiKey": "{key}"},
@@ -38,12 +42,14 @@ enabled = false
 
 [feedback]
 enabled = false
-"""
+
+{mcp}"""
 _QWEN = """{
   "security": {"auth": {"selectedType": "openai"}},
   "general": {"enableAutoUpdate": false},
   "privacy": {"usageStatisticsEnabled": false},
-  "telemetry": {"enabled": false}
+  "telemetry": {"enabled": false},
+  "mcpServers": {mcp}
 }
 """
 
@@ -55,6 +61,23 @@ _AIDER = """{
   }
 }
 """
+
+
+def _codex_mcp(servers: Any) -> str:
+    """JSON's texts and lists are TOML's too."""
+    lines = list[str]()
+    for name, server in servers.items():
+        lines += [f"[mcp_servers.{name}]", "startup_timeout_sec = 120", "required = true"]
+        lines += [f"{key} = {dump_json(server[key])}" for key in ("command", "args")]
+        lines += [f"env.{dump_json(key)} = {dump_json(value)}" for key, value in server["env"].items()]
+    return "\n".join(lines)
+
+
+def _opencode_mcp(servers: Any) -> str:
+    def own(command: str, args: list[str], env: dict[str, str]) -> Json:
+        return {"type": "local", "command": [command, *args], "environment": env, "timeout": 120_000}
+
+    return dump_json({name: own(**server) for name, server in servers.items()})
 
 
 def _mini_answer(printed: Json) -> Json:
@@ -73,7 +96,10 @@ def _aider_answer(printed: Json) -> Json:
 PROGRAMS: tuple[Program, ...] = (
     Program(
         name="claude-code",
-        command=("claude", "--print", "--permission-mode=bypassPermissions", "--model={model}", "{arguments}"),
+        command=(
+            *("claude", "--print", "--permission-mode=bypassPermissions", "--model={model}"),
+            *("--mcp-config={home}/.claude/mcp.json", "{arguments}"),
+        ),
         install="npm install -g @anthropic-ai/claude-code",
         reads_prompt=True,
         variables={
@@ -81,8 +107,10 @@ PROGRAMS: tuple[Program, ...] = (
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",  # Each call says what it is for.
             "DISABLE_AUTOUPDATER": "1",
+            "MCP_TIMEOUT": "120000",  # Packages with tools import slowly on a busy machine.
             "IS_SANDBOX": "1",  # Otherwise root may not bypass permissions.
         },
+        files={".claude/mcp.json": '{"mcpServers": {mcp}}'},
         settings=("CLAUDE", "ANTHROPIC_"),
     ),
     Program(
@@ -95,6 +123,7 @@ PROGRAMS: tuple[Program, ...] = (
         reads_prompt=True,
         variables={"CODEX_HOME": "{home}/.codex"},
         files={".codex/config.toml": _CODEX},
+        mcp=_codex_mcp,
         settings=("CODEX_",),
     ),
     Program(
@@ -105,6 +134,7 @@ PROGRAMS: tuple[Program, ...] = (
         variables={"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_LSP_DOWNLOAD": "1"},
         # It installs the package for plugins there, by npm; this it can do without.
         files={".config/opencode/opencode.json": _OPENCODE, ".config/opencode/.npmrc": "offline=true\n"},
+        mcp=_opencode_mcp,
         settings=("OPENCODE",),
     ),
     Program(

@@ -27,9 +27,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
+import agl_core
 from agl_core.errors import ConfigError
 from agl_harnesses import launcher
-from agl_harnesses.workspace import WorkspaceSection
+from agl_harnesses.workspace import PLACES, WorkspaceSection
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,8 @@ async def confined(
             shutil.copy(launcher.__file__, own / "launcher.py")
             (own / "variables").write_text(json.dumps(dict(variables or {})))
             settings |= {"socket": str(own / "gateway"), "variables": str(own / "variables")}
-            places = {"{workspace}": str(workspace), "{home}": str(home), "{sandbox}": str(own)}
-            places |= {"{name}": f"agl-{secrets.token_hex(8)}", "{user}": f"{os.getuid()}:{os.getgid()}"}
+            users = (f"agl-{secrets.token_hex(8)}", f"{os.getuid()}:{os.getgid()}")
+            places = dict(zip(PLACES, (str(workspace), str(home), str(own), *users), strict=True))
             container = [filled(word, places) for word in section.wrap]
             yield [*container, "python3", "-I", "-S", str(own / "launcher.py"), json.dumps(settings), *command]
             return
@@ -139,6 +140,7 @@ def _bubblewrap(workspace: Path, mount: str, home: Path, section: WorkspaceSecti
     if mount != str(workspace):  # Programs may be installed below it.
         options += ["--bind", str(workspace), mount]
     pythons = {Path(sys.prefix), Path(sys.base_prefix), Path(_PYTHON).parents[1]}
+    pythons |= {Path(str(module.__file__)).parent for module in (agl_core, launcher)}  # For servers of tools.
     for path in sorted({path.absolute() for path in (*pythons, *reads)} - {Path("/usr"), Path("/")}):
         options += ["--ro-bind-try", str(path), str(path)]
     options += ["--ro-bind", launcher.__file__, _LAUNCHER]

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -27,6 +28,8 @@ from agl_core.errors import AglError
 from agl_core.types import Json
 from agl_harnesses.patches import GIT_ENVIRONMENT, GitError, make_patch, place_file, run_git
 
+PLACES = ("{workspace}", "{home}", "{sandbox}", "{name}", "{user}")
+"""The placeholders of `wrap`."""
 _SETUP_TAIL = 2000
 _KEPT = 30 * 24 * 3600
 """Seconds that a cached copy is kept after its last use: longer than any attempt runs."""
@@ -112,9 +115,11 @@ class WorkspaceSection(WorkspaceSource):
 
     @model_validator(mode="after")
     def _is_wrapped(self) -> WorkspaceSection:
-        missing = [place for place in ("{workspace}", "{home}", "{sandbox}") if place not in " ".join(self.wrap)]
+        missing = [place for place in PLACES[:3] if place not in " ".join(self.wrap)]
         if (self.runner == "command") != bool(self.wrap) or (self.wrap and missing):
             raise ValueError("runner 'command', and no other, needs `wrap` with {workspace}, {home} and {sandbox}")
+        if unknown := set(re.findall(r"(?<!\$)\{\w+\}", " ".join(self.wrap))) - {*PLACES}:
+            raise ValueError(f"`wrap` has no placeholder {min(unknown)}, but {', '.join(PLACES)}")
         return self
 
 

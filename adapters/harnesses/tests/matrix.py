@@ -26,6 +26,7 @@ SCENARIOS = {
     "compaction": "its history is full, and it asks for a summary",
     "housekeeping": "it makes calls for itself, which are told from work",
     "sandbox": "bubblewrap, a test that fails, then passes, and the reward of the hidden one",
+    "mcp": "in that sandbox, it calls a task's own tools: two at once, one that fails, and the reward",
     "two at once": "two attempts in one workspace",
     "killed": "its process is killed during a call",
     "hangs": "a reply never comes, and time is up",
@@ -66,6 +67,8 @@ class Tools:
     """The prompt as it reads it with these settings."""
     own_scenarios: tuple[str, ...] = ("tests",)
     sandbox_arguments: tuple[str, ...] = ()
+    mcp: str = ""
+    """It has this before the name of a task's own tool."""
     failed: str = "error"
     """The status of a command that fails."""
     loses_result: bool = False
@@ -82,6 +85,7 @@ TOOLS: dict[str, Tools] = {
         shell=lambda command: ("Bash", {"command": command, "description": "Run it"}),
         edit=lambda path, text: ("Write", {"file_path": path, "content": text}),
         shell_name="Bash",
+        mcp="mcp__environment__",
         sub_agent=lambda prompt: (
             "Agent",
             {"description": "Look", "prompt": prompt, "subagent_type": "general-purpose", "run_in_background": False},
@@ -109,6 +113,7 @@ TOOLS: dict[str, Tools] = {
             {"input": f"*** Begin Patch\n*** Add File: {path}\n+{text}\n*** End Patch"},
         ),
         shell_name="exec_command",
+        mcp="mcp__environment__",
         sub_agent=lambda prompt: ("multi_agent_v1__spawn_agent", {"message": prompt}),
         waits=lambda said: (
             "multi_agent_v1__wait_agent",
@@ -123,6 +128,7 @@ TOOLS: dict[str, Tools] = {
         shell=lambda command: ("bash", {"command": command, "description": "Run it"}),
         edit=lambda path, text: ("write", {"filePath": path, "content": text}),
         shell_name="bash",
+        mcp="environment_",
         sub_agent=lambda prompt: ("task", {"description": "Look", "prompt": prompt, "subagent_type": "general"}),
         summarises=r"(?i)create a new anchored summary|summar",
         failed="ok",
@@ -136,6 +142,7 @@ TOOLS: dict[str, Tools] = {
         shell=lambda command: ("run_shell_command", {"command": command, "is_background": False}),
         edit=lambda path, text: ("write_file", {"file_path": path, "content": text}),
         shell_name="run_shell_command",
+        mcp="mcp__environment__",
         sub_agent=lambda prompt: (
             "agent",
             {"description": "Look", "prompt": prompt, "subagent_type": "general-purpose", "run_in_background": False},
@@ -152,6 +159,7 @@ TOOLS: dict[str, Tools] = {
             "sub-agent": "it has no sub-agents",
             "compaction": "it keeps its whole history",
             "housekeeping": "all of its calls are work",
+            "mcp": "it takes no MCP servers, and says so before it starts",
         },
     ),
     "aider": Tools(
@@ -167,6 +175,7 @@ TOOLS: dict[str, Tools] = {
             "parallel": _NO_TOOLS,
             "sub-agent": _NO_TOOLS,
             "compaction": "its history is that of one prompt",
+            "mcp": "it takes no MCP servers, and says so before it starts",
         },
     ),
 }
@@ -188,6 +197,7 @@ class Play:
     """Of sub-agent and compaction, those that the program came to."""
     said: str = ""
     """The results of tools in the conversation that is answered."""
+    final: str = FINAL
 
     @property
     def prompt(self) -> str:
@@ -218,7 +228,7 @@ class Play:
             results -= len(step)
         if self.tools.submits:
             return CallTools([self.tools.shell(f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {FINAL}")])
-        return Say(FINAL)
+        return Say(self.final)
 
     def _ask(self, step: str, *calls: tuple[ToolCall, str, str]) -> CallTools:
         ids = [f"call_{self.name}_{step}_{place}" for place in range(len(calls))]
@@ -286,6 +296,24 @@ class Repair(Play):
     @property
     def edit(self) -> str:
         return "def add(a, b): return a + b"
+
+
+@dataclass
+class Shop(Play):
+    """Has the program call the tools of `ledger_environment`."""
+
+    task: Any = None
+    """The task's input."""
+
+    @property
+    def prompt(self) -> Any:
+        return self.task
+
+    def _steps(self) -> Iterator[list[tuple[ToolCall, str, str]]]:
+        price, add = f"{self.tools.mcp}price", f"{self.tools.mcp}add"
+        yield [((price, {"item": "apple"}), "ok", "3"), ((price, {"item": "pear"}), "ok", "4")]
+        yield [((price, {"item": "plum"}), "error", "'plum'")]
+        yield [((add, {"numbers": [3, 4]}), "ok", "7")]
 
 
 class Stuck(Play):

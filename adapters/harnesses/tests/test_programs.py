@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from agl_core.errors import AgentError
+from agl_core.errors import AgentError, ConfigError
 from agl_core.types import Mode
 from agl_core.wire import Assignment
-from agl_harnesses.harness import ProgramHarness, ProgramOptions
+from agl_harnesses.harness import CommandOptions, ProgramHarness, ProgramOptions, command_harness
 from agl_harnesses.programs import PROGRAMS
 
 from .make_page import PAGE, render
@@ -89,13 +89,53 @@ async def test_a_program_starts_with_its_prompt_and_settings_in_a_home_of_its_ow
     assert not [foreign for foreign in FOREIGN[name] if variables.get(foreign) == "foreign"]
     assert "tiny/policy" in json.dumps([words, files])
     texts = {path: text for path, text in files.items() if path.endswith((".json", ".toml"))}
-    assert texts if name in ("codex", "opencode", "qwen-code", "aider") else not texts
+    assert texts if name != "mini-swe-agent" else not texts
     for path, text in texts.items():
         (tomllib.loads if path.endswith(".toml") else json.loads)(text)
     address = "http://127.0.0.1:9/rollout/r"
     if name in ("codex", "opencode"):  # They take no address from the environment.
         assert address in "".join(texts.values())
     assert variables["ANTHROPIC_BASE_URL" if name == "claude-code" else "OPENAI_API_BASE"].startswith(address)
+
+
+SERVER = {"command": "{python}", "args": ["-c", 'print("é\\n")', "{home}"], "env": {"A.B": 'say "hi"'}}
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.parametrize("name", ["claude-code", "codex", "opencode", "qwen-code"])
+async def test_a_program_has_the_servers_of_a_task_in_its_settings(name: str, tmp_path: Path) -> None:
+    (folder := tmp_path / "attempt").mkdir()
+    task = {"prompt": PROMPT, "mcp_servers": {"shop": SERVER}}
+    started = (await run(name, ProgramOptions(), task, folder))["result"]
+    file, key = {
+        "claude-code": (".claude/mcp.json", "mcpServers"),
+        "codex": (".codex/config.toml", "mcp_servers"),
+        "opencode": (".config/opencode/opencode.json", "mcp"),
+        "qwen-code": (".qwen/settings.json", "mcpServers"),
+    }[name]
+    [shop] = (tomllib.loads if name == "codex" else json.loads)(started["files"][file])[key].values()
+    words, variables = (shop["command"], shop["environment"]) if name == "opencode" else (None, shop.get("env"))
+    home = started["variables"]["HOME"]
+    assert (words or [shop["command"], *shop["args"]]) == [sys.executable, "-c", 'print("é\\n")', home]
+    assert variables == {"A.B": 'say "hi"'}
+
+
+@pytest.mark.usefixtures("programs")
+async def test_a_program_that_takes_no_servers_refuses_their_task(tmp_path: Path) -> None:
+    task = {"prompt": PROMPT, "mcp_servers": {"shop": SERVER}}
+    for name in ("mini-swe-agent", "aider"):
+        with pytest.raises(ConfigError, match=f"harness '{name}' cannot use the MCP servers .* Take claude-code"):
+            await run(name, ProgramOptions(), task, tmp_path)
+    with pytest.raises(ConfigError, match=r"harness 'command' .* has \{mcp\} in its words or `files`"):
+        async with command_harness(CommandOptions(command=("true",)), None).launch(assignment(task), "", tmp_path):
+            pass
+    (folder := tmp_path / "own").mkdir()
+    own = command_harness(CommandOptions(command=("true", "{mcp}")), None)
+    async with own.launch(assignment(task), "http://127.0.0.1:9", folder) as launch:
+        assert json.loads(launch.command[-1])["shop"]["command"] == sys.executable
+    for wrong in ({"shop": {"args": []}}, {"a shop": SERVER}):
+        with pytest.raises(ConfigError, match="wrong `mcp_servers`"):
+            await run("codex", ProgramOptions(), {**task, "mcp_servers": wrong}, tmp_path)
 
 
 def test_the_answer_is_taken_from_what_a_program_prints() -> None:

@@ -162,6 +162,13 @@ def test_a_container_that_lacks_a_folder_is_refused(settings: dict[str, Any]) ->
         WorkspaceSection.model_validate(settings)
 
 
+def test_a_placeholder_that_a_container_has_not_is_named() -> None:
+    wrap = (*CONTAINER, "--label={workspce}", "${HOME}")
+    with pytest.raises(ValidationError, match=r"`wrap` has no placeholder \{workspce\}"):
+        WorkspaceSection.model_validate({"runner": "command", "wrap": wrap})
+    assert WorkspaceSection.model_validate({"runner": "command", "wrap": (*CONTAINER, "${HOME}")}).wrap[-1] == "${HOME}"
+
+
 async def test_a_plain_process_passes_its_status_and_its_signals_on(attempt: Attempt, urls: list[str]) -> None:
     status, output = await attempt.python(PROBE, *urls, gateway=urls[0], runner="plain")
     assert (status, json.loads(output)["gateway"]) == (3, "/v1")

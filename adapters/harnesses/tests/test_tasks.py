@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mcp import ClientSession, StdioServerParameters
+from mcp.client.stdio import stdio_client
 
 from agl_core.config.models import UntrainedConfig
 from agl_core.errors import ConfigError
@@ -16,6 +20,7 @@ from agl_core.kinds import TASK_SOURCE
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
 from agl_harnesses import grading
+from agl_harnesses.sandbox import confined
 from agl_harnesses.workspace import Workspaces, WorkspaceSection, task_source
 
 WRONG, RIGHT = "def half(n):\n    return n // 2 + 1\n", "def half(n):\n    return n // 2\n"
@@ -87,3 +92,68 @@ def test_verifiers_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pyt
     component = Plugins.load().component(TASK_SOURCE, "verifiers", "the test")
     with pytest.raises(ConfigError, match="needs the package verifiers, which is not installed: pip install"):
         component.build(component.options(package="gsm8k"), tmp_path, 0)
+
+
+VERIFIERS = """
+from types import SimpleNamespace
+
+class MultiTurnEnv:
+    rubric, eval_dataset_source = SimpleNamespace(has_group_rewards=False), None
+    setup_state = get_prompt_messages = env_response = rollout = call_tool = lambda self: None
+
+class SingleTurnEnv(MultiTurnEnv):
+    env_response = lambda self: None
+
+class ToolEnv(MultiTurnEnv):
+    def __init__(self, tools):
+        self.tools = {tool.__name__: tool for tool in tools}
+        schema = {"type": "object", "properties": {"item": {"type": "string"}}}
+        self.tool_defs = [SimpleNamespace(name=name, description="", parameters=schema) for name in self.tools]
+        self.error_formatter = "no {}".format
+
+    async def call_tool(self, name, arguments, id):
+        return SimpleNamespace(content=str(self.tools[name](**arguments)))
+
+    def get_dataset(self):
+        return [{"prompt": "Buy a pear.", "answer": "4", "example_id": 0}]
+"""
+SHOP = """
+from verifiers import ToolEnv
+
+def price(item):
+    print("Tools may print.")
+    return {"pear": 4}[item]
+
+load_environment = lambda: ToolEnv([price])
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
+async def test_the_tools_of_an_environment_are_served_in_the_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make test-harnesses` does the same with verifiers itself."""
+    for name in ("packages", "work", "home"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "packages" / "verifiers.py").write_text(VERIFIERS)
+    (tmp_path / "packages" / "shop.py").write_text(SHOP)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delitem(sys.modules, "verifiers", raising=False)
+    component = Plugins.load().component(TASK_SOURCE, "verifiers", "the test")
+    task = component.build(component.options(package="shop"), tmp_path, 0).task(0)
+    assert (task.id, task.input["prompt"]) == ("shop-train-0", "Buy a pear.")
+    server = task.input["mcp_servers"]["environment"]
+    section = WorkspaceSection(runner="bubblewrap", reads=(tmp_path / "packages",))
+    command = [server["command"].replace("{python}", sys.executable), *server["args"]]
+    places: Any = {"workspace": tmp_path / "work", "home": tmp_path / "home"}
+    async with confined(command, section=section, **places) as line:
+        variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path / "packages")}
+        started = StdioServerParameters(command=line[0], args=line[1:], env=variables)
+        async with stdio_client(started) as streams, ClientSession(*streams) as session:
+            await session.initialize()
+            assert [tool.name for tool in (await session.list_tools()).tools] == ["price"]
+            results = [await session.call_tool("price", {"item": item}) for item in ("pear", "plum")]
+    assert [(result.isError, result.content[0].text) for result in results] == [
+        (False, "4"),
+        (True, "Error: no 'plum'"),
+    ]

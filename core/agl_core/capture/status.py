@@ -198,8 +198,8 @@ WORDS = (
         "error",
         ToolStatus.ERROR,
         begins(
-            r"(?i: error ) (?: [.!]?\Z"
-            r" | \s*: (?! \s* (?i: none | null | nil | no | false | 0 ) \s* (?: \n | \Z ) ) )"
+            r"MCP\ tool\ '.{1,99}?'\ reported\ tool\ error | (?: Wall\ time:\ \S+\ seconds\nOutput: )? (?i: error )"
+            r" (?: [.!]?\Z | \s*: (?! \s* (?i: none | null | nil | no | false | 0 ) \s* (?: \n | \Z ) ) )"
         ),
     ),
     StatusRule(

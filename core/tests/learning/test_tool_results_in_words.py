@@ -159,6 +159,12 @@ def status_in(content: Any) -> str:
         ([{"type": "text", "text": "sunny"}], "ok"),
         ([{"type": "image_url", "image_url": {"url": "…"}}], "ok"),
         ([{"type": "text", "text": "ValueError: bad"}], "error"),
+        ([{"type": "text", "text": "MCP tool 'look' reported tool error for function call: {}"}], "error"),
+        (
+            [{"type": "text", "text": "Wall time: 0.04 seconds\nOutput:"}, {"type": "text", "text": "Error: bad"}],
+            "error",
+        ),
+        ([{"type": "text", "text": "Wall time: 0.04 seconds\nOutput:"}, {"type": "text", "text": "5 errors"}], "ok"),
         ("Traceback (most recent call last):\n  File …", "error"),
         ("An error occurred while running the tool. Please try again. Error: boom", "error"),
     ],
