@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -111,11 +110,10 @@ class Run:
 
 
 def _alone(work: Coroutine[Any, Any, Result]) -> Result:
-    with suppress(RuntimeError):
-        asyncio.get_running_loop()
-        work.close()
-        raise TrainingError("An event loop runs here, as in a notebook: await agl_server.train_async(…) instead.")
-    return listening.run(work)
+    if asyncio._get_running_loop() is None:
+        return listening.run(work)
+    work.close()
+    raise TrainingError("An event loop runs here, as in a notebook: await agl_server.train_async(…) instead.")
 
 
 def _aside(function: Callable[..., Result], *args: Any) -> Result:
