@@ -82,9 +82,8 @@ def _opencode_mcp(servers: Any) -> str:
 
 def _mini_answer(printed: Json) -> Json:
     """It prints its whole history, and last what it submitted."""
-    text = str(printed or "")
-    submitted = text.rpartition("\nExit:\n")[2].rpartition("\nSaved trajectory to ")[0]
-    return submitted.strip() or printed
+    _, ended, submitted = str(printed or "").rpartition("\nExit:\n")
+    return submitted.rpartition("\nSaved trajectory to ")[0].strip() if ended else printed
 
 
 def _aider_answer(printed: Json) -> Json:

@@ -146,6 +146,7 @@ def test_the_answer_is_taken_from_what_a_program_prints() -> None:
     }
     answers = {name: BY_NAME[name].answer(text) for name, text in printed.items()}
     assert {name: str(answer).strip() for name, answer in answers.items()} == dict.fromkeys(printed, "Done.")
+    assert BY_NAME["mini-swe-agent"].answer("…\nExit:\n\nSaved trajectory to '/x'") == ""
     assert [BY_NAME[name].answer("Cut") for name in printed] == ["Cut"] * len(printed)
 
 
