@@ -24,7 +24,7 @@ BOUNDS = {
     "lines of the largest room of both": 2817,
     "modules in a circle of imports": 0,
     "lines of all Python": 111116,
-    "words of Markdown": 79881,
+    "words of Markdown": 79959,
     "files that one call passes": 36,
     "settings": 204,
 }

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 STEERING = ("conftest.py", "pytest.ini", ".pytest.ini", "sitecustomize.py", "usercustomize.py", "*.pth")
 """Files that steer Python and pytest without being asked for: an attempt's changes to them are left out."""
-_PLAIN_IMAGE = re.compile(r"(?:docker\.io/)?(?:library/)?(?:debian|python|ubuntu)(?:[:@].*)?")
+_PLAIN_IMAGE = re.compile(r"(?:docker\.io/|(?:.*/)?library/|.*/t-bench/)?(?:debian|python|ubuntu)(?:[:@-].*)?")
 _UNMET = (
     "steps", "agent.user", "environment.gpus", "environment.healthcheck", "environment.mcp_servers", "environment.os",
     "environment.skills_dir", "environment.tpu", "verifier.collect", "verifier.environment",
@@ -56,6 +56,9 @@ _INSTALLS = re.compile(
 """Commands of tests/test.sh that need the internet and a system of their own, or leave a process behind."""
 _ELSEWHERE = re.compile(r"(?<![\w./-])/(?:app|data|home|mnt|opt|output|root|srv|var|workspace)\b[\w./-]*")
 """Absolute paths in texts; a patch has the working directory alone."""
+_PRODUCED = re.compile(r"(?<![\w./-])/(?:etc|tmp|usr/local)\b[\w./-]*")
+"""Further ones, which tests may use for themselves."""
+_HOUSEKEEPING = re.compile(r"apt(-get)? (update|clean)|rm /var/lib/apt/lists/\*|ln /usr/bin/python3 /usr/bin/python")
 _NOT_COPIED = re.compile(r"^\[|--(?!chown=|link)\w|<<|://|git@|\$|\.t(?:ar|gz|bz2|xz)")
 """Marks of a COPY or ADD that does more than copying files of the task."""
 _CANARY = re.compile(r"(?:(?:<!--|#).*canary.*\n\s*)+", re.IGNORECASE)
@@ -89,17 +92,23 @@ class _Image:
 
 @agl_core.task_source
 def harbor(
-    *, path: Annotated[Path, Field(description="A folder of tasks, or one task; relative to the configuration file.")]
+    *,
+    path: Annotated[Path, Field(description="A folder of tasks, or one task; relative to the configuration file.")],
+    installed: Annotated[tuple[str, ...], Field(description="Packages of this machine that images may install.")] = (),
 ) -> Iterator[Task]:
     """Tasks as Harbor and Terminal-Bench publish them: folders with `task.toml`, `instruction.md` and `tests/test.sh`.
 
     Tasks that are wrong or need an image are left out, and a warning names each. The reward `harbor` runs their tests.
     """
     folders = [file.parent for file in sorted([*path.glob("task.toml"), *path.glob("*/task.toml")])]
+    if not folders:
+        is_old = any(path.glob("**/task.yaml"))
+        remedy = "Harbor's `harbor task migrate` converts Terminal-Bench 1's task.yaml" if is_old else "fix `path`"
+        raise ConfigError(f"The task source 'harbor' needs a task.toml in {path} or in folders of it: {remedy}.")
     left_out = list[str]()
     for folder in folders:
         try:
-            yield _read_task(folder)
+            yield _read_task(folder, {*installed})
         except (ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
             left_out.append(f"  {folder.name}: {' '.join(str(error).split())}")
     reasons = "\n".join(left_out)
@@ -109,7 +118,7 @@ def harbor(
         logger.warning("%d of %d tasks in %s are left out:\n%s", len(left_out), len(folders), path, reasons)
 
 
-def _read_task(folder: Path) -> Task:
+def _read_task(folder: Path, installed: set[str]) -> Task:
     """The task in a folder. ValueError, which says why, if it cannot be had here."""
     table = tomllib.loads((folder / "task.toml").read_text())
     settings = _Settings.model_validate(table)
@@ -126,10 +135,11 @@ def _read_task(folder: Path) -> Task:
     for line in script.splitlines():
         if not line.lstrip().startswith("#") and (command := _INSTALLS.search(line)):
             raise ValueError(f"its tests/test.sh has `{command.group().strip()[:_MAX_QUOTED]}`")
-    image = _read_image(folder / "environment", settings)
+    image = _read_image(folder / "environment", settings, installed)
     workdir = posixpath.normpath(settings.workdir or image.workdir)
     workdir = check_mount("/app" if workdir == "/" else workdir)
-    for path in [target for _, target in image.copies] + _ELSEWHERE.findall(f"{instruction}\n{script}"):
+    named = _ELSEWHERE.findall(f"{instruction}\n{script}") + _PRODUCED.findall(instruction)
+    for path in [target for _, target in image.copies] + named:
         if not f"{posixpath.normpath(path.rstrip('.'))}/".startswith(f"{workdir}/"):
             raise ValueError(f"it names {path}, outside of its working directory {workdir}")
     variables = {**image.variables, **settings.variables}
@@ -145,7 +155,7 @@ def _read_task(folder: Path) -> Task:
     )
 
 
-def _read_image(context: Path, settings: _Settings) -> _Image:
+def _read_image(context: Path, settings: _Settings, installed: set[str]) -> _Image:
     """The image of a task: that of its Dockerfile, of which a published `docker_image` is a build, or the latter."""
     for name in ("docker-compose.yaml", ".dockerignore"):
         if (context / name).exists():
@@ -171,11 +181,27 @@ def _read_image(context: Path, settings: _Settings) -> _Image:
                 *sources, target = (word for word in words if not word.startswith("--"))
                 into = "/" if len(sources) > 1 or target.endswith(("/", ".")) else ""
                 image.copies.append((sources, posixpath.join(image.workdir, target).rstrip("/") + into))
+            case "RUN", _:
+                image.copies += [([], f"{folder}/") for folder in _made_folders(rest, installed)]
             case (("CMD" | "EXPOSE" | "LABEL"), _):  # Harbor runs a command of its own.
                 pass
             case _:
                 raise ValueError(f"its Dockerfile has `{line[:_MAX_QUOTED]}`")
     return image
+
+
+def _made_folders(commands: str, installed: set[str]) -> Iterator[str]:
+    """The folders that a RUN makes. ValueError if it does more than that, and than installing what there is."""
+    for command in commands.split("&&"):
+        words = [word for word in shlex.split(command) if not word.startswith("-")]
+        match words:
+            case ["mkdir", *folders] if re.fullmatch(r"( /[\w./-]+)+", "".join(f" {folder}" for folder in folders)):
+                yield from folders
+            case ["apt" | "apt-get" | "pip" | "pip3", "install", *packages]:
+                if missing := {re.split(r"[\[=<>!~]", package)[0] for package in packages} - installed:
+                    raise ValueError(f"its Dockerfile installs {' '.join(sorted(missing))}, not named in `installed`")
+            case _ if not _HOUSEKEEPING.fullmatch(" ".join(words)):
+                raise ValueError(f"its Dockerfile has `RUN {commands[:_MAX_QUOTED]}`")
 
 
 def _start_from(image: str) -> None:
@@ -193,6 +219,7 @@ def _place_files(context: Path, workdir: str, image: _Image) -> Path:
         tree.mkdir()
         for sources, target in image.copies:
             place = tree / posixpath.relpath(target, workdir)
+            (tree if sources else place).mkdir(parents=True, exist_ok=True)
             for source in sources:
                 pattern = posixpath.normpath(source.strip("/"))
                 origins = [context] if pattern == "." else sorted(context.glob(pattern))

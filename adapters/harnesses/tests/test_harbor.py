@@ -54,9 +54,9 @@ def write(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-def read(path: Path) -> list[Task]:
+def read(path: Path, *installed: str) -> list[Task]:
     component = Plugins.load().component(TASK_SOURCE, "harbor", "the test")
-    tasks = component.build(component.options(path=path), path, 0)
+    tasks = component.build(component.options(path=path, installed=installed), path, 0)
     return [tasks.task(index) for index in range(tasks.size)]
 
 
@@ -166,6 +166,13 @@ UNSUPPORTED = {
     "time": ("task.toml", "[verifier]\ntimeout_sec = 'x'\n", "verifier.timeout_sec Input should be a valid number"),
     "no table": ("task.toml", "environment = 'x'\n", "has no attribute"),
     "a variable": ("task.toml", "[environment]\nenv = { 'A=B' = 'c' }\n", "environment.env.A=B"),
+    "packages": ("environment/Dockerfile", "FROM debian\nRUN apt-get install -y jq\n", "installs jq, not named in"),
+    "download": (
+        "environment/Dockerfile",
+        "FROM debian\nRUN mkdir -p /app && curl a.b\n",
+        "has `RUN mkdir -p /app && c",
+    ),
+    "scratch": ("instruction.md", "Write /tmp/a.txt.\n", "it names /tmp/a.txt"),
     "elsewhere": ("instruction.md", "Write /output/a.txt, and/or /app/b.\n", "it names /output/a.txt, outside"),
 }
 
@@ -186,6 +193,41 @@ def test_tasks_that_need_an_image_are_left_out_by_name(tmp_path: Path, caplog: p
     for name, (_, _, words) in UNSUPPORTED.items():
         [line] = [line for line in message.splitlines() if line.startswith(f"  {name}: ")]
         assert words in line
+
+
+INSTALLS = """FROM registry.example/docker/library/python:3.13-slim@sha256:0a1b
+RUN apt-get update && \\
+  apt-get install -y --no-install-recommends python3-pip && ln -s /usr/bin/python3 /usr/bin/python && \\
+  rm -rf /var/lib/apt/lists/*
+RUN pip3 install --no-cache-dir 'pytest>=8' pandas==2.3.2
+WORKDIR /app
+RUN mkdir -p /app/in /app/out
+COPY words.txt in/
+"""
+
+
+def test_an_image_may_install_what_the_machine_has(tmp_path: Path) -> None:
+    folder = write(tmp_path / "tasks" / "count", {**TASK, "environment/Dockerfile": INSTALLS})
+    with pytest.raises(ConfigError, match="its Dockerfile installs pandas, not named in `installed`"):
+        read(tmp_path / "tasks", "python3-pip", "pytest")
+    tbench = INSTALLS.replace("registry.example/docker/library/python:", "registry.example/t-bench/python-3-13:")
+    for dockerfile in (INSTALLS, tbench):
+        write(folder, {"environment/Dockerfile": dockerfile})
+        [task] = read(tmp_path / "tasks", "python3-pip", "pytest", "pandas")
+        source = task_source(task.input)
+        assert source is not None
+        workspace = Workspaces(WorkspaceSection(), tmp_path).create(source, tmp_path / "seen")
+        assert {str(path.relative_to(workspace.path)) for path in workspace.path.rglob("*")} >= {"in/words.txt", "out"}
+        shutil.rmtree(workspace.path)
+
+
+def test_a_folder_without_harbor_tasks_is_told_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"needs a task\.toml in .*none or in folders of it: fix `path`"):
+        read(tmp_path / "none")
+    write(tmp_path / "first", {"a/task.yaml": "instruction: x\n", "a/run-tests.sh": "", "a/docker-compose.yaml": ""})
+    with pytest.raises(ConfigError, match=r"`harbor task migrate` converts Terminal-Bench 1's task\.yaml"):
+        read(tmp_path / "first")
 
 
 def test_a_task_writes_nothing_outside_of_its_own_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
