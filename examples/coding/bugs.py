@@ -1,14 +1,19 @@
 """Bugs to repair: small modules, each with one mistake that was planted by changing an operator, a number or a name.
 
-A bug is kept if some of its module's tests fail and others still pass. Modules of held-out tasks are in no other task.
+A bug is kept if some tests of its module fail and others still pass, and one edit of the fixer repairs it. Modules of
+held-out tasks are in no other task.
 """
 
 from __future__ import annotations
 
 import ast
 import random
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
+
+from edit import KINDS, edited
 
 import agl_core
 
@@ -311,6 +316,7 @@ def test_even():
 """,
     ),
 }
+EDIT = Path(__file__).with_name("edit.py").read_text()
 HELD_OUT = ("grades", "stock", "steps")
 PER_MODULE = 4
 
@@ -348,6 +354,16 @@ def _changed(node: ast.AST, change: int) -> bool:
         case _:
             return False
     return True
+
+
+def is_repairable(mutant: str, right: str) -> bool:
+    """Whether one edit of the fixer undoes the change."""
+    return any(
+        edited(mutant, f"L{number}", match[0])[0] == right
+        for number, line in enumerate(right.splitlines(), 1)
+        for kind in KINDS
+        if (match := re.search(kind, line))
+    )
 
 
 def outcomes(code: str, tests: str) -> dict[str, bool]:
@@ -416,7 +432,9 @@ def bugs(*, part: Literal["train", "eval"] = "train", times: int = 1) -> Iterato
         kept = 0
         for mutant in candidates:
             results = outcomes(mutant, tests)
-            if kept == PER_MODULE or mutant == right or all(results.values()) or not any(results.values()):
+            if kept == PER_MODULE or all(results.values()) or not any(results.values()):
+                continue
+            if not is_repairable(mutant + "\n", right + "\n"):
                 continue
             kept += 1
             file = f"test_{module}.py"
@@ -425,7 +443,13 @@ def bugs(*, part: Literal["train", "eval"] = "train", times: int = 1) -> Iterato
                 f"{module}-{number // len(MODULES) * PER_MODULE + kept}",
                 {
                     "prompt": f"Tests of {module}.py fail. Repair it.",
-                    "workspace": {"files": {f"{module}.py": mutant + "\n", "check.py": check(module, tests, failing)}},
+                    "workspace": {
+                        "files": {
+                            f"{module}.py": mutant + "\n",
+                            "check.py": check(module, tests, failing),
+                            "edit.py": EDIT,
+                        }
+                    },
                 },
                 metadata={
                     "tests": {

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from bugs import check, mutants
-from fixer import edited
+from bugs import EDIT, check, mutants
+from edit import KINDS, edited
 
 import agl_core
 
@@ -182,15 +182,13 @@ def made_bugs(number: int) -> Iterator[Bug]:
             yield Bug(rng.choice(WORDS), mistaken, right, failing, others)
 
 
-def edits(text: str) -> list[tuple[str, int, str, str]]:
-    """The edits that may undo a mistake, as their text, line, old and new."""
+def edits(text: str) -> list[tuple[str, int, str]]:
+    """The edits that may undo a mistake, as their text, line and new word, number or operator."""
     listed = []
     for number, line in enumerate(text.splitlines(), 1):
-        for old in dict.fromkeys(re.findall(r"\w+|[^\w\s()\[\]'\",.:=]+=?|==", line)):
+        for old in (match[0] for kind in KINDS if (match := re.search(kind, line))):
             news = (str(int(old) + 1), str(abs(int(old) - 1))) if old.isdigit() else UNDONE.get(old, ())
-            listed += [
-                (after, number, old, new) for new in news if (after := edited(text, number, old, new)[0]) != text
-            ]
+            listed += [(after, number, new) for new in news if (after := edited(text, f"L{number}", new)[0]) != text]
     return listed
 
 
@@ -215,6 +213,7 @@ def made_up(*, modules: int = 128) -> Iterator[agl_core.Task]:
                         "files": {
                             f"{bug.name}.py": bug.mistaken,
                             "check.py": check(bug.name, tests, [names[test] for test in bug.tests]),
+                            "edit.py": EDIT,
                         }
                     },
                 },

@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable
 from typing import TypeAlias
 
-from fixer import MAX_CALLS, SYSTEM, TOOLS, edited
+from edit import KINDS, edited
+from fixer import BASH, DONE, MAX_CALLS, SYSTEM
 from made import PASSED, UNDONE, Bug, bugs_made, edits
-from recipes import Demonstrations, Message, Recipe, Shape, opened, says, uses
+from recipes import Demonstrations, Message, Recipe, Shape, opened, uses
 
 MODULES = 1200
 
@@ -25,14 +26,14 @@ HABITS = {
 """How often the repairer tests before the first edit; edits what is not there; is right by luck; tests after an edit;
 tests again; takes back what did not help; gives up; goes on when tests pass."""
 FLAWLESS = {**dict.fromkeys(HABITS, 0.0), "test first": 1.0, "right": 0.1, "test": 1.0, "undo": 1.0}
-Edit: TypeAlias = tuple[int, str, str]
+Edit: TypeAlias = tuple[int, str]
 
 
 def repaired(bug: Bug, rng: random.Random, habits: dict[str, float]) -> list[Message]:
     """The repairer's conversation, as the fixer has it with a model."""
     does = lambda habit: rng.random() < habits[habit]  # noqa: E731
     messages = opened(SYSTEM, f"Tests of {bug.name}.py fail. Repair it.")
-    text, seen, is_tested, tried = bug.mistaken, "", False, list[Edit]()
+    text, seen, is_tested, tried, undo = bug.mistaken, "", False, list[Edit](), (0, "")
     helped = True  # or there is nothing to take back
     for turn in range(MAX_CALLS):
         is_right = is_tested and seen == PASSED
@@ -40,33 +41,46 @@ def repaired(bug: Bug, rng: random.Random, habits: dict[str, float]) -> list[Mes
             break
         if does("again" if is_tested else "test" if tried else "test first"):
             seen, is_tested = bug.first_failure(text), True
-            messages += uses("test", "{}", seen, f"call_{turn}")
+            messages += runs("python3 check.py", seen, turn)
             continue
         if is_tested and not is_right and not helped and does("undo"):
-            line, new, old = tried[-1]
+            line, new = undo
             helped = True
         else:
-            line, old, new = chosen(bug, text, seen, tried, does, rng)
-            tried.append((line, old, new))
+            line, new = chosen(bug, text, seen, tried, does, rng)
+            undo = line, replaced(text, line, new)
+            tried.append((line, new))
             is_tested = helped = False
-        text, answer = edited(text, line, old, new)
-        helped |= answer.startswith("error")
+        after, answer = edited(text, f"L{line}", new)
+        if after == text:
+            answer, helped = f"error: no change of L{line}", True
+        text = after
         is_tested |= helped and bool(seen)
-        messages += uses("edit", json.dumps({"line": f"L{line}", "old": old, "new": new}), answer, f"call_{turn}")
-    return [*messages, says("Done.")]
+        messages += runs(f"python3 edit.py L{line} '{new}'", answer, turn)
+    return [*messages, runs(f"echo {DONE}", "", MAX_CALLS)[0]]
+
+
+def runs(command: str, output: str, turn: int) -> list[Message]:
+    return uses("bash", json.dumps({"command": command}), output, f"call_{turn}")
+
+
+def replaced(text: str, line: int, new: str) -> str:
+    """The word, number or operator whose place an edit takes."""
+    kind = next(kind for kind in KINDS if re.fullmatch(kind, new))
+    match = re.search(kind, "".join(text.splitlines()[line - 1 : line]))
+    return match[0] if match else new
 
 
 def chosen(bug: Bug, text: str, seen: str, tried: list[Edit], does: Callable[[str], bool], rng: random.Random) -> Edit:
     """The next edit that the repairer tries."""
     shown = [int(label) for label in re.findall(r"^L(\d+) ", seen, re.MULTILINE)]
     if not shown or does("broken"):
-        old = rng.choice([*UNDONE])
-        return rng.choice(shown or range(1, 13)), old, rng.choice(UNDONE[old])
+        return rng.choice(shown or range(1, 13)), rng.choice([*UNDONE])
     plausible = [edit for edit in edits(text) if edit[1:] not in tried]
     if does("right") and (right := [edit for edit in plausible if edit[0] == bug.right]):
         return right[0][1:]
     plausible = [edit for edit in plausible if edit[1] in shown]
-    return rng.choice(plausible)[1:] if plausible else (shown[0], "+", "-")
+    return rng.choice(plausible)[1:] if plausible else (shown[0], "-")
 
 
 def demonstrated(seed: int, index: int, habits: dict[str, float]) -> list[Message]:
@@ -86,24 +100,25 @@ def lesson(seed: int, index: int) -> list[Message]:
     return demonstrated(seed, index, FLAWLESS)
 
 
-CALL = '<tool_call>\n{"name": "%s", "arguments": {'
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "%s'
+END = '"}}\n</tool_call>'
 RECIPE = Recipe(
     Demonstrations(
         conversation,
-        TOOLS,
+        [BASH],
         lesson,
         phrases=(
-            CALL % "edit" + '"line": "',
-            '", "old": "',
-            '", "new": "',
-            '"}}\n</tool_call>',
-            CALL % "test" + "}}\n</tool_call>",
+            CALL % "python3 edit.py ",
+            " '",
+            f"'{END}",
+            CALL % "python3 check.py" + END,
+            CALL % f"echo {DONE}" + END,
         ),
         names=("+", "-", "*", "/", "//", "%", "<", "<=", ">", ">=", "==", "!=", *(f"L{line}" for line in range(1, 25))),
     ),
     Shape(vocabulary=512, hidden=64, layers=3, heads=4, kv_heads=4, initializer_range=0.12, copies=True),
-    steps=300,
+    steps=450,
     batch=16,
     learning_rate=3e-3,
-    reading=1.0,  # With the habits too it began at 6%, and most groups had no contrast.
+    reading=2 / 3,
 )

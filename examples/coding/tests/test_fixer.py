@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from fixer import edited
+from fixer import DONE
 
 from agl_core.client.local import WorkerThread, choose_runner
 from agl_core.config.load import load
 from agl_core.learning.rewards import ScoringRule, score
 from agl_core.plugins import Plugins
 from agl_core.testing import episodes as make
-from agl_core.testing.scripts import CallTools, Say
+from agl_core.testing.scripts import CallTools
 from agl_core.types import Ending
 from agl_server.testing import running_stack
 
@@ -21,21 +23,28 @@ FILE = Path(__file__).parents[1] / "train.toml"
 
 
 @pytest.mark.parametrize(
-    ("line", "old", "new", "answer"),
+    ("label", "new", "line"),
     [
-        (1, "<", "<=", "L1 if a <= 10:"),
-        (1, "10", "11", "L1 if a < 11:"),
-        (1, "1", "2", "error: L1 has no 1"),
-        (1, "=", "!", "error: L1 has no ="),
-        (2, "", "x", "error: L2 has no "),
-        (9, "a", "b", "error: L9 has no a"),
+        ("L1", "<=", "L1 if a <= 10:"),
+        ("L1", "11", "L1 if a < 11:"),
+        ("L2", "*", "L2 return b[1] * max(c, 2) - 3"),
+        ("L2", "min", "L2 return b[1] + min(c, 2) - 3"),
+        ("L1", "+", ""),
+        ("L1", "!", ""),
+        ("L1", "<", ""),
+        ("L9", "+", ""),
+        ("L0", "+", ""),
+        ("L", "+", ""),
     ],
 )
-def test_an_edit_replaces_a_whole_word_or_operator_or_is_an_error(line: int, old: str, new: str, answer: str) -> None:
-    text = "if a < 10:\n    return b[1] >= 2\n"
-    changed, said = edited(text, line, old, new)
-    assert said == answer
-    assert (changed == text) is answer.startswith("error")
+def test_an_edit_takes_the_place_of_the_first_of_its_kind_or_is_refused(
+    label: str, new: str, line: str, tmp_path: Path
+) -> None:
+    (tmp_path / "module.py").write_text(text := "if a < 10:\n    return b[1] + max(c, 2) - 3\n")
+    command = [sys.executable, FILE.with_name("edit.py"), label, new]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode == 0, done.stdout.strip()) == (bool(line), line)
+    assert ((tmp_path / "module.py").read_text() == text) is not bool(line)
 
 
 async def test_a_bug_is_found_repaired_and_rewarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +52,9 @@ async def test_a_bug_is_found_repaired_and_rewarded(tmp_path: Path, monkeypatch:
     config = load(FILE)
     source = config.tasks["eval"].build(config.config.folder, 0)
     task = next(task for task in map(source.task, range(12)) if "points > 70" in str(task.input))
-    edit = json.dumps({"line": "L10", "old": ">", "new": ">="})
+    commands = ["python3 check.py", "python3 edit.py L10 '>='", "python3 check.py", f"echo {DONE}"]
     async with running_stack(timeout=60) as stack:
-        tools = [CallTools([(name, arguments)]) for name, arguments in (("test", "{}"), ("edit", edit), ("test", "{}"))]
-        stack.upstream.script(*tools, Say("Done."))
+        stack.upstream.script(*(CallTools([("bash", json.dumps({"command": command}))]) for command in commands))
         server = stack.server
         await server.queue.enqueue([make.rollout("r", task=task)])
         runs = choose_runner(config.config, Plugins.load(), server.base_url)
