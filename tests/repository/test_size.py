@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48301,
+    "lines of the product": 48135,
     "files of the product": 245,
-    "lines of the core": 14659,
-    "lines of the server": 13181,
+    "lines of the core": 14649,
+    "lines of the server": 13166,
     "lines of the largest room of both": 2817,
     "modules in a circle of imports": 0,
-    "lines of all Python": 111116,
-    "words of Markdown": 79959,
+    "lines of all Python": 110691,
+    "words of Markdown": 79955,
     "files that one call passes": 36,
-    "settings": 204,
+    "settings": 202,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""
