@@ -123,9 +123,9 @@ def test_a_package_that_is_missing_is_named(python: Path) -> None:
 
 
 REFUSED = {
-    "group": "compare the rollouts of a row",
-    "stateful": r"has turns or states of its own \(Stateful\)",
-    "talks": r"has turns or states of its own \(Talks\)",
+    "group": "rewards by comparing the rollouts of a row",
+    "stateful": "is a Stateful with turns or states of its own",
+    "talks": "is a Talks with turns or states of its own",
 }
 
 
