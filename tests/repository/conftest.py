@@ -96,3 +96,18 @@ def _distributions() -> dict[str, Distribution]:
 DISTRIBUTIONS = _distributions()
 """By name."""
 ROOT_OF = {distribution.package: distribution.folder for distribution in DISTRIBUTIONS.values()}
+
+
+@functools.cache
+def names_in(module: str) -> set[str]:
+    """What can be imported from this module of a distribution: its own names and the modules of its folder."""
+    path = ROOT_OF[module.split(".")[0]].joinpath(*module.split("."))
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    names = {file.stem for file in path.glob("*")}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.alias(asname=str(name)) | ast.alias(name=name):
+                names.add(name)
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+    return names

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import re
 import sys
 
 import pytest
 
-from .conftest import DISTRIBUTIONS
+from .conftest import DISTRIBUTIONS, ROOT, ROOT_OF, names_in
 
 FLOORS: dict[str, list[set[str]]] = {
     "agl_core": [
@@ -169,6 +170,21 @@ def test_what_is_imported_is_declared() -> None:
                 undeclared.append(f"{i.line}: {i.package}")
 
     assert sorted(undeclared) == []
+
+
+def test_tests_in_other_environments_import_names_that_exist() -> None:
+    """`make test` does not run what needs veRL, a GPU or another framework: a name that went would break it unseen."""
+    files = [*ROOT.glob("*/*/tests/*.py"), *ROOT.glob("tests/conformance/**/*.py")]
+    gone = [
+        f"{file.relative_to(ROOT)}:{node.lineno}: {node.module}.{name.name}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module and node.module.split(".")[0] in ROOT_OF
+        for name in node.names
+        if name.name not in names_in(node.module)
+    ]
+
+    assert gone == []
 
 
 def _names(requirements: list[str]) -> set[str]:

@@ -18,7 +18,7 @@ from crewai.tools import BaseTool, tool
 
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
-from agl_crewai import plugin
+from agl_crewai import crewai as adapter
 from agl_server.testing import Stack, no_problems  # noqa: F401
 
 
@@ -60,7 +60,7 @@ def crew_of(*tasks: Task, **options: Any) -> Crew:
     return Crew(**{"agents": agents, "tasks": list(tasks), "verbose": False, "cache": False, **options})
 
 
-a_stack = stack_fixture(plugin.crewai, timeout=300)
+a_stack = stack_fixture(adapter, timeout=300)
 
 
 ADDS = CallTools([("add", {"a": 1, "b": 2})])

@@ -17,7 +17,7 @@ from testing_aids import tools_by_call
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Episode
-from agl_dspy import plugin
+from agl_dspy import dspy as adapter
 from agl_server.testing import Stack, no_problems  # noqa: F401
 
 
@@ -63,7 +63,7 @@ async def play(stack: Stack, program: Callable[..., Any], *script: Any) -> Episo
     return await testing_aids.play(stack, ask, *script)
 
 
-a_stack = stack_fixture(plugin.dspy, timeout=300)
+a_stack = stack_fixture(adapter, timeout=300)
 
 
 class Program(dspy.Module):  # type: ignore[misc]

@@ -22,13 +22,13 @@ from haystack.utils import Secret
 
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
-from agl_haystack import plugin
+from agl_haystack import haystack as adapter
 from agl_server.testing import LeasedAttempt, Stack, no_problems  # noqa: F401
 
 README = Path(__file__).parent.parent / "README.md"
 
 
-a_stack = stack_fixture(plugin.haystack)
+a_stack = stack_fixture(adapter)
 
 
 def generator(stack: Stack) -> OpenAIChatGenerator:

@@ -22,13 +22,13 @@ from testing_aids import check_snippets, weather
 
 from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
-from agl_llama_index import plugin
+from agl_llama_index import llama_index as adapter
 from agl_server.testing import LeasedAttempt, Stack, no_problems  # noqa: F401
 
 README = Path(__file__).parent.parent / "README.md"
 
 
-a_stack = stack_fixture(plugin.llama_index)
+a_stack = stack_fixture(adapter)
 
 
 def llm_of(stack: Stack) -> OpenAILike:

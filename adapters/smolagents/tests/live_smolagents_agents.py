@@ -15,7 +15,7 @@ from agl_core.client.agent import PLACEHOLDER_KEY
 from agl_core.testing.scripts import CallTools, Say
 from agl_core.types import Episode
 from agl_server.testing import Stack, no_problems  # noqa: F401
-from agl_smolagents import plugin
+from agl_smolagents import smolagents as adapter
 
 
 @tool
@@ -62,7 +62,7 @@ async def play(stack: Stack, agent: Any, *script: Any) -> Episode:
     return await testing_aids.play(stack, lambda: agent.run("hello"), *script)
 
 
-a_stack = stack_fixture(plugin.smolagents, timeout=300)
+a_stack = stack_fixture(adapter, timeout=300)
 
 
 async def test_tools_that_code_calls_belong_to_the_call_that_wrote_the_code(stack: Stack) -> None:

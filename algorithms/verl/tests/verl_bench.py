@@ -43,7 +43,6 @@ from agl_verl.rows import (
     gather,
     join,
     lay_out,
-    nested,
     row_of,
 )
 
@@ -102,6 +101,11 @@ def recorded_batch(
 
 def optimizer() -> OptimizerSection:
     return OptimizerSection(learning_rate=LEARNING_RATE, max_grad_norm=1.0, schedule="cosine")
+
+
+def nested(rows: Iterable[Tensor]) -> Tensor:
+    """One jagged tensor of rows."""
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
