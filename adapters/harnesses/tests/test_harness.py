@@ -69,6 +69,7 @@ async def test_a_program_solves_a_task_in_its_workspace(runner: str, tmp_path: P
         server = stack.server
         await server.queue.enqueue([make.rollout("r", task=task)])
         runs = choose_runner(config, Plugins.load(), server.base_url)
+        assert 4 <= runs.default_concurrency <= 4 * (os.cpu_count() or 1), "four for each core that it may use"
         worker = WorkerThread(runs, base_url=server.base_url, worker_key=server.worker_key, concurrency=1)
         worker.begin()
         [rollout] = await server.queue.done(["r"])

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 _MAX_PROCESSES = 16
 """More would each have few of the rollouts that run at the same time."""
 _RESTART_DELAY = 1.0
+_PROGRAMS_PER_CORE = 4
+"""Some take ten seconds of a core to start, and time out where many start at once."""
 
 
 def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
@@ -58,12 +60,13 @@ def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
     secrets = config.secret_variables(os.environ)
     if agent.entry is None:
         if agent.command is not None:
-            harness: Harness = Command(agent.command, folder)
-        else:
-            component = plugins.component(HARNESS, str(agent.harness), "agent.harness")
-            harness = component.build(component.options(**agent.options or {}), config)
-            files = None  # It has no framework that agl knows, and settings of its own.
-        return CommandPerAttempt(harness, plugins=files, memory=memory, secrets=secrets)
+            return CommandPerAttempt(Command(agent.command, folder), plugins=files, memory=memory, secrets=secrets)
+        component = plugins.component(HARNESS, str(agent.harness), "agent.harness")
+        harness: Harness = component.build(component.options(**agent.options or {}), config)
+        # It has no framework that agl knows, and settings of its own.
+        runner = CommandPerAttempt(harness, plugins=None, memory=memory, secrets=secrets)
+        runner.default_concurrency = _PROGRAMS_PER_CORE * _cores()
+        return runner
     if agent.attach:
         attach(installed_adapters(plugins))
     imported = load_agent(agent.entry, folder)
@@ -72,15 +75,18 @@ def choose_runner(config: RunConfig, plugins: Plugins, base_url: str) -> Runner:
     return ProcessPerAttempt(agent.entry, folder, base_url=base_url, plugins=files, memory=memory, secrets=secrets)
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 async def workers_beside(
     config: RunConfig, runner: Runner, base_url: str, worker_key: str
 ) -> WorkerProcesses | WorkerThread:
     """Workers for the trainer's machine: processes for an async agent that they can import, else a thread."""
     agent, workers = config.agent, config.workers
     assert agent is not None
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     total = workers.concurrency or runner.default_concurrency
-    count = min(total, workers.processes or min(cores, _MAX_PROCESSES))
+    count = min(total, workers.processes or min(_cores(), _MAX_PROCESSES))
     if count > 1 and isinstance(runner, TaskPerAttempt):
         assert agent.entry is not None
         processes = WorkerProcesses(

@@ -168,7 +168,7 @@ class WorkerSection(Section):
 
     concurrency: int | None = Field(None, ge=1)
     """Rollouts run at the same time, by the trainer's workers together and by each `agl worker`; absent: 128 as tasks,
-    32 as processes (see `isolation`)."""
+    32 as processes (see `isolation`), four for each core as a harness's programs."""
     processes: int | None = Field(None, ge=0)
     """Worker processes that `agl train` starts beside itself for an async agent; absent: one for each core, at most 16.
     1: the agent runs in the trainer's own process. 0: leave all rollouts to `agl worker`."""
