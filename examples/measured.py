@@ -65,7 +65,7 @@ class Experiment:
             chosen = dict(s.split("=", 1) for s in self.settings).get(f"{section}.name", config[section]["name"])
             config[section] = {key: value for key, value in config[section].items() if key in ("name", chosen)}
         digest = hashlib.sha256(json.dumps([config, list(self.settings)], sort_keys=True).encode())
-        for file in sorted(self.folder.glob("*.py")):
+        for file in sorted({*self.folder.glob("*.py"), *(self.folder / path for path in config.get("plugins", ()))}):
             if not file.name.startswith("make_"):
                 digest.update(without_words(file.read_text()).encode())
         for file in sorted((self.folder / "policy").iterdir()):

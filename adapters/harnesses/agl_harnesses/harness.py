@@ -46,12 +46,12 @@ class ProgramOptions(Section):
     arguments: tuple[str, ...] = ()
     """Further arguments of its command, before the prompt."""
     variables: dict[str, str] = Field({})
-    """Further environment variables."""
+    """Further environment variables; {folder} in them is the configuration's."""
 
 
 class CommandOptions(Section):
     """The settings of the harness `command`. Its texts may have the placeholders of `Program`; those of `command` also
-    {python}, the interpreter that agl runs in, and {folder}, the configuration's."""
+    {python}, the interpreter that agl runs in."""
 
     command: tuple[str, ...] = Field(min_length=1)
     """The command, for instance ["my-agent", "--model", "{model}", "{prompt}"]."""
@@ -78,8 +78,9 @@ _SERVERS = TypeAdapter(dict[Annotated[str, Field(pattern=r"^[\w-]+$")], McpServe
 class Program:
     """A command-line agent.
 
-    Its texts may have the placeholders {prompt}, {prompt_file}, {model}, {key}, {home}, {workspace}, {base_url} (which
-    ends in /v1), {origin} (the same without /v1) and {mcp}, the MCP servers of the task.
+    Its texts may have the placeholders {prompt}, {prompt_file}, {model}, {key}, {home}, {workspace}, {folder} (the
+    configuration's), {base_url} (which ends in /v1), {origin} (the same without /v1) and {mcp}, the MCP servers of the
+    task.
     """
 
     name: str
@@ -108,7 +109,7 @@ class ProgramHarness:
     """
 
     def __init__(self, program: Program, options: ProgramOptions | CommandOptions, config: RunConfig | None) -> None:
-        self._program, self._options = program, options
+        self._program, self._options, self._folder = program, options, config.folder if config else Path.cwd()
         texts = (*program.command, *options.variables.values())
         self._prompts = program.reads_prompt or any("{prompt" in text for text in texts)
         self._workspaces = None if config is None else Workspaces.of(config)
@@ -136,6 +137,7 @@ class ProgramHarness:
             "{workspace}": workspace.mount if workspace else str(path),
             "{base_url}": f"{base_url}{assignment.path}/v1",
             "{origin}": f"{base_url}{assignment.path}",
+            "{folder}": str(self._folder),
         }
         inside = {"{python}": self._python, "{workspace}": values["{workspace}"], "{home}": str(home)}
         values["{mcp}"] = filled(self._program.mcp(servers), inside)
