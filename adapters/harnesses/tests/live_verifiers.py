@@ -25,6 +25,7 @@ from .live_programs import program as program
 from .matrix import TOOLS, Shop
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.timeout(900)  # The first test installs the packages.
 FOLDER = ROOT / ".venv-harnesses" / "verifiers"
 PACKAGES = ("verifiers==0.1.14", "sophistry-bench-sprint==0.1.6", "staros-stardata[env]==0.1.1")
 SCRIPT = """
@@ -137,7 +138,6 @@ def test_an_environment_that_needs_more_is_refused(python: Path, kind: str) -> N
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="the package bubblewrap is missing")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "program",
     [name for name, tools in TOOLS.items() if tools.mcp and os.environ.get("HARNESS", name) == name],
