@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48143,
+    "lines of the product": 48150,
     "files of the product": 245,
-    "lines of the core": 14655,
+    "lines of the core": 14657,
     "lines of the server": 13166,
     "lines of the largest room of both": 2817,
     "modules in a circle of imports": 0,
-    "lines of all Python": 110752,
-    "words of Markdown": 80089,
+    "lines of all Python": 110762,
+    "words of Markdown": 80127,
     "files that one call passes": 36,
     "settings": 202,
 }

@@ -80,6 +80,10 @@ def _opencode_mcp(servers: Any) -> str:
     return dump_json({name: own(**server) for name, server in servers.items()})
 
 
+def _qwen_mcp(servers: Any) -> str:
+    return dump_json({name: {**server, "discoveryTimeoutMs": 120_000} for name, server in servers.items()})
+
+
 def _mini_answer(printed: Json) -> Json:
     """It prints its whole history, and last what it submitted."""
     _, ended, submitted = str(printed or "").rpartition("\nExit:\n")
@@ -143,6 +147,7 @@ PROGRAMS: tuple[Program, ...] = (
         reads_prompt=True,
         variables={"OPENAI_MODEL": "{model}", "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1"},
         files={".qwen/settings.json": _QWEN},
+        mcp=_qwen_mcp,
         settings=("QWEN_", "GEMINI_"),
     ),
     Program(

@@ -198,7 +198,9 @@ WORDS = (
         "error",
         ToolStatus.ERROR,
         begins(
-            r"MCP\ tool\ '.{1,99}?'\ reported\ tool\ error | (?: Wall\ time:\ \S+\ seconds\nOutput: )? (?i: error )"
+            r"MCP\ tool\ '.{1,99}?'\ reported\ tool\ error"
+            r' | Tool\ "[^"\n]{1,99}"\ (?: not\ found | is\ unavailable ) [^"\n]{0,40} \bMCP\ server\b'
+            r" | (?: Wall\ time:\ \S+\ seconds\nOutput: )? (?i: error )"
             r" (?: [.!]?\Z | \s*: (?! \s* (?i: none | null | nil | no | false | 0 ) \s* (?: \n | \Z ) ) )"
         ),
     ),

@@ -160,6 +160,9 @@ def status_in(content: Any) -> str:
         ([{"type": "image_url", "image_url": {"url": "…"}}], "ok"),
         ([{"type": "text", "text": "ValueError: bad"}], "error"),
         ([{"type": "text", "text": "MCP tool 'look' reported tool error for function call: {}"}], "error"),
+        ('Tool "mcp__shop__price" not found on MCP server "shop". It may be disconnected.', "error"),
+        ('Tool "mcp__shop__price" is unavailable: the MCP server "shop" was removed.', "error"),
+        ('Tool "hammer" not found in the catalogue.', "ok"),
         (
             [{"type": "text", "text": "Wall time: 0.04 seconds\nOutput:"}, {"type": "text", "text": "Error: bad"}],
             "error",
