@@ -23,6 +23,7 @@ EXAMPLES = {
     "math": "[math](examples/math) | AutoGen, with a calculator",
     "sql": "[sql](examples/sql) | LangGraph: writer and rewriter learn, the checker does not",
     "rag": "[rag](examples/rag) | OpenAI Agents SDK, with a search",
+    "coding": "[coding](examples/coding) | a program in a sandbox: it repairs bugs, hidden tests are the reward",
     "smollm/calculator": "[smollm](examples/smollm) | SmolLM2-135M with a calculator, on the plain `openai` client",
     "smollm": " | the same model alone, without a calculator",
 }
@@ -55,6 +56,8 @@ def _row(example: str) -> str:
     rewards = [next(iter(run["rewards"].values())) for run in runs]
     means = (
         " → ".join(f"{mean(reward[when][mode] for reward in rewards):.2f}" for when in ("before", "after"))
+        if rewards[0]["after"][mode] is not None
+        else "–"
         for mode in ("greedy", "sampled")
     )
     return " | ".join([EXAMPLES[example], *means, str(len(runs))])

@@ -23,8 +23,8 @@ BOUNDS = {
     "lines of the server": 13166,
     "lines of the largest room of both": 2817,
     "modules in a circle of imports": 0,
-    "lines of all Python": 110762,
-    "words of Markdown": 80127,
+    "lines of all Python": 110765,
+    "words of Markdown": 80239,
     "files that one call passes": 36,
     "settings": 202,
 }
