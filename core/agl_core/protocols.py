@@ -252,7 +252,8 @@ class Engine(ABC):
     plugins and the files of the context, with the options as its settings (`agl_server.engines.child`). The engine asks
     the algorithm, and not the options, for what it needs: epochs, minibatches, a critic, a reference. Transitions that
     cannot be trained on (`agl_core.learning.batch`), or that the algorithm does not keep, are dropped, each with a
-    `DropReason` and the weight 0. The metrics are those of the algorithm's loss, `loss` and `grad_norm` among others.
+    `DropReason` and the weight 0. The metrics are those of the algorithm's loss, `loss`, and others; `grad_norm` if it
+    is known.
     `progress` is called with growing shares, at the end with 1.
 
     **Versions.** They begin at 0. Each update makes the next one, also if it could train on nothing, and serves it at

@@ -44,6 +44,7 @@ NEIGHBOURS = {
     "agl-prompts": {"agl_core", "agl_server"},
     "agl-view": {"agl_core", "agl_server"},
     "agl-torch": {"agl_core", "agl_server", "agl_algorithms", "agl_chat"},
+    "agl-tinker": {"agl_core", "agl_server", "agl_algorithms", "agl_chat"},
     "agl-verl": {"agl_core", "agl_server", "agl_algorithms", "agl_chat"},
 }
 """Packages of the repository that may be imported; anything else: agl_core alone."""

@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48150,
-    "files of the product": 245,
-    "lines of the core": 14657,
+    "lines of the product": 48882,
+    "files of the product": 252,
+    "lines of the core": 14658,
     "lines of the server": 13166,
     "lines of the largest room of both": 2817,
     "modules in a circle of imports": 0,
-    "lines of all Python": 110765,
-    "words of Markdown": 80239,
+    "lines of all Python": 111880,
+    "words of Markdown": 80944,
     "files that one call passes": 36,
-    "settings": 202,
+    "settings": 207,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""

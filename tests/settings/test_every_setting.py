@@ -301,6 +301,7 @@ SEEN_BY: Mapping[str, tuple[str, ...]] = {
         ),
         ("adapters/harnesses/tests",),
     ),
+    "engine.tinker.": ("algorithms/tinker/tests",),
     "reward.": ("rewards/tests",),
     "credit.discounted.": ("core/tests/learning",),
     "credit.": ("rewards/tests",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from agl_core.errors import PluginError
 from agl_core.learning.batch import TrainableBatch
 from agl_core.protocols import UpdateResult
 from agl_core.types import Batch, CreditKind, DropReason
+
+Chain: TypeAlias = NDArray[np.int64]
+"""Transitions that continue each other, of which one row of tokens has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +227,7 @@ def minibatches(batch: Batch, chosen: NDArray[np.int64], count: int, seed: Seque
     return [part for part in parts if len(part)]
 
 
-def lineages(batch: Batch, chosen: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def lineages(batch: Batch, chosen: NDArray[np.int64]) -> list[Chain]:
     """The `chosen` transitions in chains, each from its shortest transition to its longest.
 
     An agent sends its conversation again with each call, so the prompt of a turn usually begins with the prompt and the
@@ -254,6 +257,16 @@ def lineages(batch: Batch, chosen: NDArray[np.int64]) -> list[NDArray[np.int64]]
             chain.append(i)
         open_ends.append((batch.tokens_T[start:end].tobytes(), chain))
     return [np.array(chain, np.int64) for chain in chains]
+
+
+def places_of(batch: Batch, chain: Chain) -> NDArray[np.int64]:
+    """Indices of a row's tokens after its prompt in the batch's response-aligned arrays; -1 between responses."""
+    prompts = batch.prompt_lengths_N[chain] - batch.prompt_lengths_N[chain[0]]
+    places = np.full(int(prompts[-1] + batch.response_lengths_N[chain[-1]]), -1, np.int64)
+    for i, prompt in zip(chain, prompts, strict=True):
+        start, end = batch.response_offsets[i : i + 2]
+        places[prompt : prompt + end - start] = np.arange(start, end)
+    return places
 
 
 def _corrections(batch: Batch, beside: Tensor) -> Tensor:

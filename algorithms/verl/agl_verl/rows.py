@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from agl_algorithms.policy_gradient import Logprobs, Samples
 from agl_algorithms.ppo import Ppo
+from agl_algorithms.prepared import Chain, places_of
 from agl_core.errors import EngineError
 
 if TYPE_CHECKING:  # veRL imports this in every process.
@@ -30,8 +31,6 @@ if TYPE_CHECKING:  # veRL imports this in every process.
     from agl_core.types import Batch
     from agl_verl.config import ChosenAlgorithm
 
-Chain: TypeAlias = NDArray[np.int64]
-"""The transitions of a row, by their numbers in the batch."""
 SPAN = "span"
 """Beside the rows: the number of the transition at each of its response tokens, -1 between responses, N of pads."""
 STEP_WEIGHT = "step_weight"
@@ -84,7 +83,7 @@ def row_of(batch: Batch, chain: Chain) -> dict[str, Any]:
     first, last = int(chain[0]), int(chain[-1])
     tokens = torch.from_numpy(batch.tokens_T[batch.offsets[last] : batch.offsets[last + 1]].astype(np.int64))
     prompt = int(batch.prompt_lengths_N[first])
-    places = _places_of(batch, chain)
+    places = places_of(batch, chain)
     trained = (places >= 0) & batch.mask_R[places]
     mask = torch.from_numpy(trained.astype(np.int64))
     behaviour = np.where(trained, batch.behaviour_logprobs_R[places], 0.0).astype(np.float32)
@@ -100,21 +99,11 @@ def row_of(batch: Batch, chain: Chain) -> dict[str, Any]:
     }
 
 
-def _places_of(batch: Batch, chain: Chain) -> NDArray[np.int64]:
-    """Indices of a row's tokens after its prompt in the batch's response-aligned arrays; -1 between responses."""
-    prompts = batch.prompt_lengths_N[chain] - batch.prompt_lengths_N[chain[0]]
-    places = np.full(int(prompts[-1] + batch.response_lengths_N[chain[-1]]), -1, np.int64)
-    for i, prompt in zip(chain, prompts, strict=True):
-        start, end = batch.response_offsets[i : i + 2]
-        places[prompt : prompt + end - start] = np.arange(start, end)
-    return places
-
-
 def spread(
     batch: Batch, values_R: Tensor, chains: Sequence[Chain | None], between: int = 0, pad: int = 0
 ) -> list[Tensor]:
     """Values of response tokens by row, with `between` between responses; of a pad row (None) `pad` once."""
-    places = [None if chain is None else torch.from_numpy(_places_of(batch, chain)) for chain in chains]
+    places = [None if chain is None else torch.from_numpy(places_of(batch, chain)) for chain in chains]
     return [
         values_R.new_full((1,), pad) if row is None else torch.where(row < 0, between, values_R[row]) for row in places
     ]
@@ -125,7 +114,7 @@ def gather(batch: Batch, rows: Sequence[Tensor], chains: Sequence[Chain | None])
     values_R = torch.zeros(int(batch.response_offsets[-1]), dtype=torch.float32)
     for chain, row in zip(chains, rows, strict=True):
         if chain is not None:
-            places = torch.from_numpy(_places_of(batch, chain))
+            places = torch.from_numpy(places_of(batch, chain))
             values_R[places[places >= 0]] = row[: len(places)][places >= 0].to(torch.float32)
     return values_R
 

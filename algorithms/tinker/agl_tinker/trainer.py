@@ -1,0 +1,221 @@
+"""One update of one policy: the algorithm's loss is computed here, its gradient is applied by the service.
+
+An optimizer step takes two passes. `forward` gives each token's log-probability; the loss and its gradient with respect
+to these are computed here, by the very functions of the other engines; and a row's loss `importance_sampling`, at the
+log-probabilities that were just computed, has this gradient as its advantages: of -ratio · A at ratio 1 it is -A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tinker
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agl_algorithms.policy_gradient import Algorithm, Logprobs
+from agl_algorithms.prepared import PreparedBatch, lineages, minibatches, prepare, samples_of
+from agl_core.config.sections import OptimizerSection, rate_share, usual_learning_rate
+from agl_core.errors import EngineError
+from agl_core.learning.batch import filter_trainable
+from agl_core.protocols import Progress, ResponseScores, UpdateResult
+from agl_core.types import Batch
+from agl_tinker.rows import Row
+from agl_tinker.service import Division, Service
+
+
+class PolicyTrainer:
+    """Updates one policy. `reference` samples from its base, with the log-probabilities of the initial weights."""
+
+    def __init__(
+        self,
+        service: Service,
+        client: tinker.TrainingClient,
+        settings: OptimizerSection,
+        division: Division,
+        *,
+        reference: tinker.SamplingClient,
+        context_length: int,
+        vocabulary: int,
+        seed: int,
+        steps: int,
+    ) -> None:
+        if settings.learning_rate is None:
+            rate = usual_learning_rate(None, adapter=True)
+            settings = settings.model_copy(update={"learning_rate": rate})
+        self.version = self.optimizer_steps = 0
+        self.client = client
+        self._service, self._settings, self._division = service, settings, division
+        self._reference, self._seed, self._training_steps = reference, seed, steps
+        self._limits = {"context_length": context_length, "vocabulary": vocabulary}
+        self.tokens_trained = self.tokens_scored = 0
+
+    def update(self, batch: Batch, algorithm: Algorithm, progress: Progress) -> UpdateResult:
+        """Train on a batch; the version grows by one, also if nothing in the batch could be trained on."""
+        usable = filter_trainable(batch, grammars=False, **self._limits)
+        samples = samples_of(usable.batch)
+        prepared = prepare(usable, samples, algorithm)
+        _check_temperature(prepared)
+        steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self._seed, self.version])
+        steps *= algorithm.epochs
+        once = len(steps) <= 1 and not algorithm.needs_scores
+        rows = self._rows(prepared.batch, prepared.trained)
+        reference_R = self._reference_logprobs(rows, samples.behaviour_R) if algorithm.needs_reference else None
+        old_R = torch.full_like(samples.behaviour_R, torch.nan) if once else self._forward(rows, samples.behaviour_R)
+        rescored: dict[str, float] = {}
+        if algorithm.needs_scores and len(prepared.trained):
+            prepared, rescored = prepared.rescored(algorithm, Logprobs(old_R, old_R, old_R, reference_R))
+        sums: dict[str, float] = {}
+        weight, applied, skipped, stopped, rate, kl = 0.0, 0, 0, 0, 0.0, 0.0
+        for number, chosen in enumerate(steps):
+            weights_R = prepared.step_weights(prepared.weights_R, [chosen])
+            of_step = self._rows(prepared.batch, chosen)
+            current_R = self._forward(of_step, samples.behaviour_R)
+            if once:
+                old_R = current_R
+            tokens_R = torch.isin(samples.transition_R, torch.from_numpy(chosen))
+            gradient_R, measured = _gradient(algorithm, prepared, tokens_R, current_R, old_R, reference_R, weights_R)
+            kl = measured.get("kl_old", 0.0) / (float(weights_R[tokens_R].sum()) or 1.0)
+            if algorithm.target_kl is not None and kl > algorithm.target_kl:
+                stopped = len(steps) - number
+                break
+            progress((number + 0.5) / len(steps))
+            if gradient_R is None:
+                skipped += 1
+                continue
+            rate = self._step(of_step, current_R, gradient_R, batch.step)
+            applied += 1
+            weight += float(weights_R[tokens_R].sum())
+            for name, value in measured.items():
+                sums[name] = max(sums.get(name, value), value) if name.endswith("_max") else sums.get(name, 0) + value
+            progress((number + 1) / len(steps))
+        metrics = {name: total if name.endswith("_max") else total / weight for name, total in sums.items()}
+        metrics |= {"learning_rate": rate, "steps_applied": float(applied), "steps_skipped": float(skipped), **rescored}
+        if algorithm.target_kl is not None:
+            metrics |= {"kl_old": kl, "stopped_early": float(stopped)}
+        metrics |= prepared.serving_gap(old_R, self.version)
+        if skipped and not applied:
+            prepared = prepared.without(prepared.trained)
+        progress(1.0)
+        self.version += 1
+        return prepared.result(self.version, metrics | prepared.metrics(), old_R)
+
+    def logprobs(self, batch: Batch) -> ResponseScores:
+        """Scores of a batch's response tokens under the current weights; which tokens are likeliest is not known."""
+        rows = self._rows(batch, np.arange(len(batch)))
+        size = int(batch.response_offsets[-1])
+        return ResponseScores(self._forward(rows, torch.zeros(size, dtype=torch.float64)).numpy(), None)
+
+    def _rows(self, batch: Batch, chosen: NDArray[np.int64]) -> list[Row]:
+        return [Row(batch, chain) for chain in lineages(batch, chosen)]
+
+    def _forward(self, rows: Sequence[Row], like_R: Tensor) -> Tensor:
+        """[R] log-probabilities under the current weights, where these rows have tokens; 0 elsewhere."""
+        logprobs_R = torch.zeros_like(like_R)
+        if not rows:
+            return logprobs_R
+        data = [row.datum(logprobs_R, logprobs_R, 1.0) for row in rows]
+        with self._service.explained("computing log-probabilities"):
+            output = self.client.forward(data, "cross_entropy").result(self._service.options.timeout)
+        for row, of_row in zip(rows, output.loss_fn_outputs, strict=True):
+            row.gather(of_row["logprobs"].data, logprobs_R)
+        self.tokens_scored += sum(len(row.tokens) for row in rows)
+        return logprobs_R
+
+    def _reference_logprobs(self, rows: Sequence[Row], like_R: Tensor) -> Tensor:
+        logprobs_R = torch.zeros_like(like_R)
+        with self._service.explained("asked for the base's log-probabilities"):
+            asked = [self._reference.compute_logprobs(tinker.ModelInput.from_ints(row.tokens)) for row in rows]
+            for row, future in zip(rows, asked, strict=True):
+                # The first token has none; not every service says so.
+                values = future.result(self._service.options.timeout)[1 - len(row.tokens) :]
+                row.gather([value or 0.0 for value in values], logprobs_R)
+        return logprobs_R
+
+    def _step(self, rows: Sequence[Row], current_R: Tensor, gradient_R: Tensor, training_step: int) -> float:
+        """One optimizer step; returns its size."""
+        settings, timeout = self._settings, self._service.options.timeout
+        assert settings.learning_rate is not None
+        rate = settings.learning_rate * rate_share(
+            settings.schedule,
+            settings.warmup_steps,
+            steps=self.optimizer_steps,
+            training_step=training_step,
+            training_steps=self._training_steps,
+        )
+        data = [
+            row.datum(current_R, -gradient_R, self._division.undone(len(row.tokens) - 1, len(rows))) for row in rows
+        ]
+        adam = tinker.AdamParams(
+            learning_rate=rate,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=settings.weight_decay,
+            grad_clip_norm=settings.max_grad_norm,
+        )
+        with self._service.explained("making an optimizer step"):
+            self.client.forward_backward(data, "importance_sampling").result(timeout)
+            self.client.optim_step(adam).result(timeout)
+        self.optimizer_steps += 1
+        self.tokens_trained += sum(len(row.tokens) for row in rows)
+        return rate
+
+    def state(self, name: str) -> dict[str, Any]:
+        """All that later updates depend on; the service keeps weights and optimizer."""
+        with self._service.explained("saving a checkpoint"):
+            path = self.client.save_state(name).result(self._service.options.timeout).path
+        return {"path": path, "version": self.version, "optimizer_steps": self.optimizer_steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        with self._service.explained(f"loading {state['path']}"):
+            self.client.load_state_with_optimizer(state["path"]).result(self._service.options.timeout)
+        self.version, self.optimizer_steps = state["version"], state["optimizer_steps"]
+
+
+def _gradient(
+    algorithm: Algorithm,
+    prepared: PreparedBatch,
+    tokens_R: Tensor,
+    current_R: Tensor,
+    old_R: Tensor,
+    reference_R: Tensor | None,
+    weights_R: Tensor,
+) -> tuple[Tensor | None, dict[str, float]]:
+    """[R] the gradient of the step's loss with respect to each log-probability, 0 elsewhere; None if not finite."""
+    samples = prepared.samples
+    leaf_r = current_R[tokens_R].detach().requires_grad_()
+    old_r, behaviour_r = old_R[tokens_R], samples.behaviour_R[tokens_R]
+    part = replace(
+        samples,
+        transition_R=samples.transition_R[tokens_R],
+        mask_R=samples.mask_R[tokens_R],
+        behaviour_R=behaviour_r,
+    )
+    logprobs = Logprobs(
+        current_R=leaf_r,
+        old_R=old_r,
+        behaviour_R=torch.where(behaviour_r.isnan(), old_r, behaviour_r),
+        reference_R=None if reference_R is None else reference_R[tokens_R],
+    )
+    loss, measured = algorithm.loss(part, logprobs, prepared.advantages_R[tokens_R], weights_R[tokens_R])
+    [gradient_r] = torch.autograd.grad(loss, [leaf_r])
+    metrics = {"loss": float(loss.detach())} | {name: float(value.detach()) for name, value in measured.items()}
+    if not (torch.isfinite(loss) and torch.isfinite(gradient_r).all()):
+        return None, metrics
+    gradient_R = torch.zeros_like(current_R)
+    gradient_R[tokens_R] = gradient_r.to(current_R.dtype)
+    return gradient_R, metrics
+
+
+def _check_temperature(prepared: PreparedBatch) -> None:
+    others = np.unique(prepared.batch.temperature_N[prepared.trained])
+    if any(others != 1.0):
+        raise EngineError(
+            f"A Tinker service trains at the temperature 1, and these calls were sampled at "
+            f"{', '.join(f'{value:g}' for value in others)}: set [sampling] temperature = 1."
+        )
