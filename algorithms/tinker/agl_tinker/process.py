@@ -50,7 +50,6 @@ class TinkerServer:
         self._trainers: dict[str, PolicyTrainer] = {}
         self._algorithms: dict[str, Algorithm] = {}
         self._texts: dict[str, ChatText] = {}
-        self._run = f"agl-{uuid.uuid4().hex[:8]}"
         chats, lengths, division = dict[str, ModelServer](), list[int](), None
         for seed, (name, spec) in enumerate(context.policies.items(), context.seed):
             host.stage(f"an adapter for '{name}'")
@@ -113,7 +112,7 @@ class TinkerServer:
 
     def save(self, folder: Path) -> None:
         for name, trainer in self._trainers.items():
-            state = trainer.state(f"{self._run}-{name}-{trainer.version}")
+            state = trainer.state(_unique(name, trainer.version))
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / STATE).write_text(json.dumps(state))
 
@@ -137,13 +136,18 @@ class TinkerServer:
     def _serve_version(self, name: str) -> None:
         trainer = self._trainers[name]
         with self._service.explained("saving weights for the sampler"):
-            sampler = trainer.client.save_weights_and_get_sampling_client(name=f"{self._run}-{name}-{trainer.version}")
+            sampler = trainer.client.save_weights_and_get_sampling_client(name=_unique(name, trainer.version))
         self._samplers.served[name] = Served(trainer.version, sampler, frozenset(self._texts[name].eos_ids))
 
     def _trainer(self, name: str) -> PolicyTrainer:
         if name not in self._trainers:
             raise EngineError(f"There is no policy '{name}' that is trained. {nearest(name, self._trainers)}")
         return self._trainers[name]
+
+
+def _unique(policy: str, version: int) -> str:
+    """A name at the service; a version that is trained again after a resume has other weights."""
+    return f"agl-{policy}-{version}-{uuid.uuid4().hex[:8]}"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import tinker
@@ -84,7 +83,3 @@ def _response(request: Request, served: Served, choice: int, reply: tinker.Sampl
         for sampled in tokens:
             request.watch(sampled)
     return Response(tokens, reason)
-
-
-def versions(served: Mapping[str, Served]) -> dict[str, int]:
-    return {name: policy.version for name, policy in served.items()}

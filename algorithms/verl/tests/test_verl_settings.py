@@ -80,7 +80,7 @@ def test_importance_weights_are_capped_at_2_unless_the_run_says_otherwise(
 def test_a_target_kl_is_refused_by_name(tmp_path: Path) -> None:
     file = configured(tmp_path, "algorithm.grpo = {epochs = 2, target_kl = 0.02}")
     load(file)
-    message = r"'grpo' .* needs an update that ends at a target KL, which engine 'verl' .* does not .* \(torch\)"
+    message = r"'grpo' .* needs an update that ends at a target KL, which engine 'verl' .* \(tinker, torch\)"
     with pytest.raises(CapabilityError, match=message):
         load(file, ["engine.name=verl"])
 
