@@ -84,7 +84,7 @@ test: lint types ## Install what is needed and run every check, and the tests th
 storms: install ## Run the long tests: many faults, every setting, every adapter and API, wheels, separate machines
 	$(call run_tests,storm)
 
-test-all: test storms oracles trackers test-verl ## Everything: `make test`, the storms, veRL's and TRL's own algorithms, W&B and MLflow, the veRL engine
+test-all: test storms oracles trackers test-tinker test-verl ## Everything: `make test`, the storms, veRL's and TRL's own algorithms, W&B and MLflow, the engines for Tinker and veRL
 
 # TESTS limits the run to some files or folders. Files go side by side, one process for each core, in the order of
 # pyproject.toml's testpaths; then those that a busy machine disturbs go one at a time, and those of them that fail

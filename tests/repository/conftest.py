@@ -100,7 +100,7 @@ ROOT_OF = {distribution.package: distribution.folder for distribution in DISTRIB
 
 @functools.cache
 def names_in(module: str) -> set[str]:
-    """What can be imported from this module of a distribution: its own names and the modules of its folder."""
+    """The names that can be imported from this module of a distribution: its own, and the modules of its folder."""
     path = ROOT_OF[module.split(".")[0]].joinpath(*module.split("."))
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     names = {file.stem for file in path.glob("*")}

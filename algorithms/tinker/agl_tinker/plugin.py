@@ -11,6 +11,7 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from agl_core import Capability, hookimpl, kinds
+from agl_core.config.sections import LoraSection
 from agl_core.errors import ConfigError
 from agl_core.kinds import Register
 from agl_core.protocols import EngineContext
@@ -48,6 +49,10 @@ class TinkerEngine(ProcessEngine[TinkerOptions]):
                 raise ConfigError(
                     f"The policy '{name}' trains all weights, and a Tinker service trains adapters. "
                     f"Add [policies.{name}.model.lora]."
+                )
+            if spec.lora is not None and spec.lora.alpha != LoraSection().alpha:
+                raise ConfigError(
+                    f"The scale of an adapter is the service's own: leave policies.{name}.model.lora.alpha out."
                 )
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:

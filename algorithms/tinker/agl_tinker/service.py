@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import tinker
 
@@ -37,8 +37,7 @@ class Service:
             )
         with self.explained("asked for its models"):
             self.client = tinker.ServiceClient(api_key=key, base_url=options.base_url)
-            listed = self.client.get_server_capabilities().supported_models
-        self.models = [model.model_name for model in listed if model.model_name]
+            self.client.get_server_capabilities()
 
     def base_of(self, spec: PolicySpec) -> str:
         return self.options.base_model or spec.name or spec.model
@@ -103,7 +102,7 @@ class Division:
 
     @classmethod
     def probed(cls, client: tinker.TrainingClient, tokens: Sequence[int], timeout: float) -> Division:
-        """Find it out by three steps, which are taken back: of a row, of the row twice, and with a tail.
+        """Find it out by steps that are taken back: of a row, of the row twice, and of the row with a tail.
 
         A step of Adam without momentum and with a large epsilon is linear in the gradient, and so is the change of a
         log-probability, if it is small.
@@ -138,12 +137,21 @@ def _logprobs(client: tinker.TrainingClient, tokens: Sequence[int], timeout: flo
 
 def _datum(tokens: Sequence[int], target: int, logprob: float) -> tinker.Datum:
     """A row with the advantage 1 at one target."""
-    size = len(tokens) - 1
-    inputs = {
-        "target_tokens": tinker.TensorData(data=[*tokens[1:]], dtype="int64", shape=[size]),
-        "logprobs": tinker.TensorData(
-            data=[logprob if n == target else 0.0 for n in range(size)], dtype="float32", shape=[size]
-        ),
-        "advantages": tinker.TensorData(data=[float(n == target) for n in range(size)], dtype="float32", shape=[size]),
-    }
-    return tinker.Datum(model_input=tinker.ModelInput.from_ints([*tokens[:-1]]), loss_fn_inputs=inputs)
+    is_target = [n == target for n in range(len(tokens) - 1)]
+    return datum(tokens, [logprob * at for at in is_target], [float(at) for at in is_target])
+
+
+def datum(tokens: Sequence[int], logprobs: Sequence[float], advantages: Sequence[float]) -> tinker.Datum:
+    """A row for the loss `importance_sampling`, with one value for each token but the first."""
+
+    def tensor(values: Sequence[float], dtype: Literal["int64", "float32"]) -> tinker.TensorData:
+        return tinker.TensorData(data=[*values], dtype=dtype, shape=[len(values)])
+
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([*tokens[:-1]]),
+        loss_fn_inputs={
+            "target_tokens": tensor(tokens[1:], "int64"),
+            "logprobs": tensor(logprobs, "float32"),
+            "advantages": tensor(advantages, "float32"),
+        },
+    )

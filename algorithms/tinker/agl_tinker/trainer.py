@@ -18,14 +18,39 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agl_algorithms.policy_gradient import Algorithm, Logprobs
-from agl_algorithms.prepared import PreparedBatch, lineages, minibatches, prepare, samples_of
+from agl_algorithms.prepared import Chain, PreparedBatch, lineages, minibatches, places_of, prepare, samples_of
 from agl_core.config.sections import OptimizerSection, rate_share, usual_learning_rate
 from agl_core.errors import EngineError
 from agl_core.learning.batch import filter_trainable
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch
-from agl_tinker.rows import Row
-from agl_tinker.service import Division, Service
+from agl_tinker.service import Division, Service, datum
+
+
+class Row:
+    """The tokens of a chain of transitions, and where its response tokens stand in the batch's arrays over [R]."""
+
+    def __init__(self, batch: Batch, chain: Chain) -> None:
+        last = int(chain[-1])
+        self.tokens = batch.tokens_T[batch.offsets[last] : batch.offsets[last + 1]].tolist()
+        places = places_of(batch, chain)
+        targets = np.full(len(self.tokens) - 1, -1, np.int64)
+        targets[len(targets) - len(places) :] = places
+        self.places = torch.from_numpy(targets)
+        """[tokens - 1] the index in [R] of what each position predicts; -1 for what is no response."""
+
+    def datum(self, logprobs_R: Tensor, advantages_R: Tensor, scale: float) -> tinker.Datum:
+        """The row for the loss `importance_sampling`, whose gradient at ratio 1 is the advantages times `scale`."""
+        return datum(self.tokens, self._spread(logprobs_R), self._spread(advantages_R * scale))
+
+    def gather(self, values: Sequence[float], into_R: Tensor) -> None:
+        """Put what the service computed for each target to its place."""
+        known = self.places >= 0
+        into_R[self.places[known]] = torch.tensor(values, dtype=into_R.dtype)[: len(known)][known]
+
+    def _spread(self, values_R: Tensor) -> list[float]:
+        values: list[float] = torch.where(self.places < 0, 0.0, values_R[self.places].to(torch.float32)).tolist()
+        return values
 
 
 class PolicyTrainer:
@@ -60,15 +85,15 @@ class PolicyTrainer:
         samples = samples_of(usable.batch)
         prepared = prepare(usable, samples, algorithm)
         _check_temperature(prepared)
-        steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self._seed, self.version])
-        steps *= algorithm.epochs
-        once = len(steps) <= 1 and not algorithm.needs_scores
+        once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not algorithm.needs_scores
         rows = self._rows(prepared.batch, prepared.trained)
         reference_R = self._reference_logprobs(rows, samples.behaviour_R) if algorithm.needs_reference else None
         old_R = torch.full_like(samples.behaviour_R, torch.nan) if once else self._forward(rows, samples.behaviour_R)
         rescored: dict[str, float] = {}
         if algorithm.needs_scores and len(prepared.trained):
             prepared, rescored = prepared.rescored(algorithm, Logprobs(old_R, old_R, old_R, reference_R))
+        steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self._seed, self.version])
+        steps *= algorithm.epochs
         sums: dict[str, float] = {}
         weight, applied, skipped, stopped, rate, kl = 0.0, 0, 0, 0, 0.0, 0.0
         for number, chosen in enumerate(steps):

@@ -126,6 +126,8 @@ def test_an_update_is_that_of_the_loss_differentiated_through_the_model(
 def test_what_it_cannot_train_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"'default' trains all weights.*\[policies.default.model.lora\]"):
         TinkerEngine(TinkerOptions(), engine_context(tmp_path, "model"))
+    with pytest.raises(ConfigError, match=r"leave policies.default.model.lora.alpha out"):
+        TinkerEngine(TinkerOptions(), engine_context(tmp_path, "model", lora=LoraSection(alpha=8)))
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     with pytest.raises(EngineError, match="TINKER_API_KEY has no key for Tinker"):
         Service(TinkerOptions())
