@@ -2,8 +2,8 @@
 
     python examples/make_policy.py trip --out examples/trip/policy
 
-What it writes is an ordinary Hugging Face checkpoint of the Qwen2 architecture, with a byte-level BPE of its own, a
-ChatML template and Hermes-style tool calls. The `RECIPE` of the example's `make_NAME.py` says what it looks like.
+It writes an ordinary Hugging Face checkpoint of the Qwen2 architecture, or of Qwen3, with a byte-level BPE of its own,
+a ChatML template and Hermes-style tool calls. The `RECIPE` of the example's `make_NAME.py` says what it looks like.
 """
 
 from __future__ import annotations
@@ -21,12 +21,21 @@ from pathlib import Path
 
 import torch
 from recipes import Demonstrations, Recipe, Shape
-from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    AddedToken,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Tokenizer,
+)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = ("calc", "math", "sql", "rag", "trip", "beds", "online", "textworld", "coding")
 """Those whose policy is made here. The `RECIPE` of each is in its `make_NAME.py`."""
+QWEN2 = "qwen2"
 CHAT_TEMPLATE = HERE / "chatml.jinja"
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>")
@@ -36,15 +45,17 @@ TOKENIZER_CONVERSATIONS = 4000
 LEARNING_RATE_WARMUP = 50
 
 
-def make_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
-    """A Qwen2 with random weights; its MLP is three times as wide as its hidden state."""
-    config = Qwen2Config(
+def make_model(shape: Shape, tokenizer: PreTrainedTokenizerBase, architecture: str) -> PreTrainedModel:
+    """A model with random weights; its MLP is three times as wide as its hidden state."""
+    config = AutoConfig.for_model(
+        architecture,
         vocab_size=len(tokenizer),
         hidden_size=shape.hidden,
         intermediate_size=3 * shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
+        head_dim=shape.hidden // shape.heads,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         initializer_range=shape.initializer_range,
@@ -52,14 +63,14 @@ def make_model(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCaus
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     if shape.copies:
         for layer in model.model.layers:
             begin_copying(layer.self_attn, shape.heads // shape.kv_heads)
     return model
 
 
-def begin_copying(attention: Qwen2Attention, heads_per_value: int) -> None:
+def begin_copying(attention: Qwen2Attention | Qwen3Attention, heads_per_value: int) -> None:
     """Make each head's output projection the transpose of its value projection.
 
     A head then adds a part of what it looks at to the residual stream, unturned (mimetic initialization, arXiv
@@ -94,11 +105,11 @@ def make_tokenizer(shown: Demonstrations, vocabulary: int, seed: int) -> PreTrai
     return tokenizer
 
 
-def write_random(recipe: Recipe, seed: int, out: Path) -> None:
+def write_random(recipe: Recipe, seed: int, out: Path, architecture: str = QWEN2) -> None:
     """Write a policy with random weights to the folder `out`."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(recipe.shown, recipe.shape.vocabulary, seed)
-    make_model(recipe.shape, tokenizer).save_pretrained(out)
+    make_model(recipe.shape, tokenizer, architecture).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
@@ -150,13 +161,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tiny policy that an example trains.")
     parser.add_argument("example", choices=EXAMPLES)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write the checkpoint to")
+    parser.add_argument("--architecture", choices=(QWEN2, "qwen3"), default=QWEN2, help="a server may know few")
     parser.add_argument("--seed", type=int, default=0, help="of the demonstrations and the first weights")
     options = parser.parse_args()
     example = HERE / options.example
     sys.path.append(str(example))
     recipe: Recipe = importlib.import_module(f"make_{options.example}").RECIPE
     with tempfile.TemporaryDirectory() as random:
-        write_random(recipe, options.seed, Path(random))
+        write_random(recipe, options.seed, Path(random), options.architecture)
         teach(example, recipe, options.seed, Path(random), options.out)
 
 
