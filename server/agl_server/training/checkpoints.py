@@ -6,8 +6,9 @@ import logging
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from agl_server.health.verdict import HEADLINE_SET
 _log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-_STATE, _PREFIX = "state.json", "step-"
+_STATE, _PREFIX, _TOKENS = "state.json", "step-", "tokens.json"
 VERSIONS_FILE = "versions.jsonl"
 """In a run's folder: one decision on its versions on each line. `kept` in the last line has the steps of those that are
 served, or may be again, the stable one first."""
@@ -163,6 +164,15 @@ class Checkpoints:
             raise CheckpointError(
                 f"{file} does not say which versions are in use ({error!r}). Restore the file from a backup."
             ) from error
+
+    def read_tokens(self) -> Counter[str]:
+        """The run's tokens by kind; going back to a checkpoint takes none away. A damaged file has none."""
+        with suppress(FileNotFoundError, ValueError):
+            return Counter(orjson.loads((self.folder.parent / _TOKENS).read_bytes()))
+        return Counter()
+
+    def write_tokens(self, tokens: Mapping[str, int]) -> None:
+        private.replace(self.folder.parent / _TOKENS, orjson.dumps(tokens))
 
 
 def model_links(checkpoint: Path) -> dict[Path, Path]:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,6 +216,7 @@ class Look:
     """How all of them failed, with the first error and what to do; None: at least one finished."""
     are_answered: bool = False
     """The model replied in each rollout, so that its replies may be why they failed."""
+    episodes: Sequence[Episode] = ()
 
 
 async def first_look(session: Session, observer: Observer) -> Look:
@@ -240,7 +241,31 @@ async def first_look(session: Session, observer: Observer) -> Look:
     seen = [(episode.ending is Ending.FINISHED, _described(episode)) for episode in episodes]
     lacking = alarms_on(episodes, (AlarmName.NO_REWARD, AlarmName.NO_RESULT))
     seen += [(False, text) for text in (*(a.text for a in lacking), *(f"problem: {problem}" for problem in problems))]
-    return Look(seen, fault, are_answered)
+    return Look(seen, fault, are_answered, episodes)
+
+
+def estimate_tokens(
+    loaded: LoadedConfig, session: Session, seen: Sequence[Episode], took: Mapping[str, float]
+) -> tuple[int, dict[str, float]]:
+    """Rollouts of the whole run, and their tokens by kind, if all are like those `seen`, which `took` so many.
+
+    A row of an update is a call with all that it continues.
+    """
+    train, every, evaluator = loaded.config.train, loaded.config.eval.every, session.evaluator
+    rows = [
+        ((*t.prompt_ids,), (*t.prompt_ids, *t.response_ids))
+        for episode in seen
+        for t in episode.transitions
+        if t.prompt_ids is not None and t.response_ids is not None
+    ]
+    whole = (row for n, (_, row) in enumerate(rows, 1) if not any(prompt[: len(row)] == row for prompt, _ in rows[n:]))
+    epochs = max(getattr(plan.algorithm.options, "epochs", 1) for plan in loaded.policies.values())
+    planned = (evaluator.planned(0, name, mode) for name in evaluator.sets for mode in evaluator.settings.modes)
+    evaluations = len({0, train.steps, *range(0, train.steps, every)}) if every else 0
+    trained = train.steps * train.groups_per_step * train.group_size
+    rollouts, passes = trained + evaluations * sum(map(len, planned)), trained * epochs * sum(map(len, whole))
+    sampled = {kind: took[kind] * rollouts / len(seen) for kind in ("prefilled", "decoded")}
+    return rollouts, sampled | {kind: passes / len(seen) for kind in ("trained", "scored") if kind in took}
 
 
 def _described(episode: Episode) -> str:
