@@ -268,7 +268,7 @@ EFFECTS: Mapping[str, Effect] = {
     "train.keep_checkpoints": Effect(CHECKPOINTS, {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),
     "train.stop.tokens": Effect(steps_made, {"train.stop.tokens": 1}),
     **{
-        f"prices.{name}": Effect(ran(lambda run: run.summary.cost), {f"prices.{name}": 2.0})
+        f"prices.{name}": Effect(ran(lambda run: run.summary.as_json()["cost"]), {f"prices.{name}": 2.0})
         for name in ("prefill", "sample", "train")
     },
     "train.deterministic": Effect(

@@ -29,7 +29,7 @@ from agl_server.health.alarms import who_waits
 from agl_server.health.verdict import read_health
 from agl_server.reading.credit import read_credit
 from agl_server.reading.runs import find_run, is_capture, open_store, read_entry
-from agl_server.training.metrics import Observer, Prices, describe_tokens
+from agl_server.training.metrics import Observer, Prices
 
 Target = Annotated[
     Path | None,
@@ -159,10 +159,9 @@ async def _session(loaded: LoadedConfig, folder: Path) -> list[Finding]:
             findings[-1] = replace(findings[-1], remedy=f"{look.fault.remedy} {look.fault.details}".strip())
         grown = {key.removeprefix("tokens_"): count - before.get(key, 0) for key, count in stats.items()}
         if grown.get("decoded") and look.fault is None:
-            rollouts, tokens = estimate_tokens(loaded, session, look.episodes, grown)
-            about = {kind: float(f"{count:.1e}") for kind, count in tokens.items()}
-            text = describe_tokens(about, Prices.of(loaded.config).cost(tokens))
-            findings.append(Finding("ok", "cost", f"about {text}, if all {rollouts:,} rollouts are like this one"))
+            rollouts, tokens = estimate_tokens(loaded, session, look, grown)
+            about = Prices.of(loaded.config.model_dump()).describe({k: float(f"{n:.1e}") for k, n in tokens.items()})
+            findings.append(Finding("ok", "cost", f"about {about}, if all {rollouts:,} rollouts are like this one"))
         if peak := stats.get("peak_rss_bytes"):
             took = f"took {peak / 2**30:.1f} GiB of memory; training takes more"
             findings.append(Finding("ok", "resources", f"the engine started in {seconds:.0f} s and {took}"))

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -41,6 +40,8 @@ class RunState:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """One entry per evaluation: step, set, mode, reward, rollouts, calls, seconds."""
     peak_rss_bytes: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
+    """By kind, those that cost something; of the whole run, also of steps that were superseded."""
     resets: list[list[int]] = field(default_factory=list)
     """After which step the weights went back to those of which earlier step: pairs, the earliest first."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -165,11 +166,11 @@ class Checkpoints:
                 f"{file} does not say which versions are in use ({error!r}). Restore the file from a backup."
             ) from error
 
-    def read_tokens(self) -> Counter[str]:
-        """The run's tokens by kind; going back to a checkpoint takes none away. A damaged file has none."""
+    def read_tokens(self) -> dict[str, int]:
+        """The latest `RunState.tokens`, which are older in checkpoints; none if the file is absent or damaged."""
         with suppress(FileNotFoundError, ValueError):
-            return Counter(orjson.loads((self.folder.parent / _TOKENS).read_bytes()))
-        return Counter()
+            return dict(orjson.loads((self.folder.parent / _TOKENS).read_bytes()))
+        return {}
 
     def write_tokens(self, tokens: Mapping[str, int]) -> None:
         private.replace(self.folder.parent / _TOKENS, orjson.dumps(tokens))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from agl_core import hooks
 from agl_core.config.load import LoadedConfig
+from agl_core.errors import AglError
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches
 from agl_core.protocols import RecordedTasks, UpdateResult
 from agl_core.types import AlarmName, DropReason, Rollout, TrainingRecord
@@ -57,8 +58,6 @@ class Trainer:
     saved_step: int = field(init=False)
     stops_without_data: ClassVar[bool] = True
     """Training ends with an error after two steps in a row with nothing to train on."""
-    tokens: Counter[str] = field(init=False)
-    """All of the run that cost something, by kind."""
     _counted: Mapping[str, int] = field(default_factory=dict, init=False)
     """The engine's counters when they were last asked."""
     _latest: StepGroups = field(default_factory=lambda: StepGroups([]), init=False)
@@ -73,7 +72,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.saved_step = self.state.step
         config, session, source = self.loaded.config, self.session, self.session.tasks["train"]
-        self.tokens = self.checkpoints.read_tokens()
+        self.state.tokens = self.checkpoints.read_tokens()
         recorded = source if isinstance(source, RecordedTasks) else None
         without_logprobs = recorded is not None and (recorded.without_logprobs or self.loaded.trains_on_texts)
         self._is_judged = self.loaded.imitates or (recorded is not None and recorded.has_preferences)
@@ -120,6 +119,8 @@ class Trainer:
                 await self._after_step()
         finally:
             await self._experience.cancel()
+            with suppress(AglError):
+                await self._count()  # Rollouts that no step had took tokens too.
         if self.stopped:
             self.observer.say(
                 f"Training stopped early at step {self.state.step}: {self.stopped}. To train on, resume it with a "
@@ -132,7 +133,7 @@ class Trainer:
         config = self.loaded.config
         if self.state.step >= config.train.steps:
             return ""
-        spent, budget = self.tokens.total(), config.train.stop.tokens
+        spent, budget = sum(self.state.tokens.values()), config.train.stop.tokens
         if 0 < budget <= spent:
             return f"{spent:,} tokens are spent, and train.stop.tokens is {budget:,}"
         return self.state.plateau(config.eval.patience)
@@ -257,10 +258,10 @@ class Trainer:
         counted = {key.removeprefix("tokens_"): int(n) for key, n in stats.items() if key.startswith("tokens_")}
         new = {kind: max(0, n - self._counted.get(kind, 0)) for kind, n in counted.items()}
         self._counted = counted
-        self.tokens.update(new)
-        del self.tokens["reused"]  # They cost nothing.
-        self.checkpoints.write_tokens(self.tokens)
-        cost = Prices.of(self.loaded.config).cost(new)
+        tokens = self.state.tokens
+        tokens |= {kind: tokens.get(kind, 0) + n for kind, n in new.items() if kind != "reused"}
+        self.checkpoints.write_tokens(tokens)
+        cost = Prices.of(self.state.config).cost(new)
         return {f"tokens/{kind}": float(n) for kind, n in new.items()} | ({"cost": cost} if cost else {})
 
     async def _evaluate(self) -> Evaluation:

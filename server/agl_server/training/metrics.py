@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,7 +16,6 @@ import orjson
 from pydantic import Field
 
 from agl_core import private
-from agl_core.config.models import RunConfig
 from agl_core.config.sections import Section
 from agl_core.errors import CheckpointError, last_frames
 from agl_core.protocols import KeepingTracker, Tracker
@@ -59,23 +58,22 @@ class Prices(Section):
     """Tokens of an update's passes, also of those that only score: Tinker charges both alike."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> Prices:
-        return cls(**(config.model_extra or {}).get("prices", {}))
+    def of(cls, tables: Mapping[str, Any]) -> Prices:
+        return cls(**tables.get("prices", {}))
 
     def cost(self, tokens: Mapping[str, float]) -> float:
         """The cost of tokens by kind; 0 without prices."""
         prices = {"prefilled": self.prefill, "decoded": self.sample, "trained": self.train, "scored": self.train}
         return sum(prices.get(kind, 0.0) * count for kind, count in tokens.items()) / 1e6
 
+    def describe(self, tokens: Mapping[str, float]) -> str:
+        """Tokens by kind in words, and their cost if there are prices.
 
-def describe_tokens(tokens: Mapping[str, float], cost: float) -> str:
-    """Tokens by kind in words, and their cost if there are prices.
-
-    >>> describe_tokens({"prefilled": 12000, "decoded": 300}, 3.4)
-    '12,000 tokens prefilled, 300 tokens sampled; cost 3.40'
-    """
-    counted = ", ".join(f"{count:,.0f} tokens {kind}" for kind, count in tokens.items()) or "not counted"
-    return counted.replace("decoded", "sampled") + (f"; cost {cost:,.2f}" if cost else "")
+        >>> Prices(prefill=200, sample=500).describe({"prefilled": 12000, "decoded": 300})
+        '12,000 tokens prefilled, 300 tokens sampled; cost 2.55'
+        """
+        counted = ", ".join(f"{count:,.0f} tokens {kind}" for kind, count in tokens.items()) or "not counted"
+        return counted.replace("decoded", "sampled") + (f"; cost {cost:,.2f}" if (cost := self.cost(tokens)) else "")
 
 
 class Observer:
@@ -231,9 +229,6 @@ class Summary:
     """The checkpoint with the best evaluation."""
     problems: dict[str, int]
     """Failures of adapters."""
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    cost: float = 0.0
-    """The tokens of all restarts by kind, and their cost; 0 without prices."""
     samples: bool = True
     """False if all that was trained on was recorded before."""
 
@@ -304,8 +299,8 @@ class Summary:
                 "dropped": counts(steps, "dropped/"),
             },
             "trained_tokens": {"count": self.proved.total(), "exact_share": self.exact_share, "proved": self.proved},
-            "tokens": self.tokens,
-            "cost": self.cost or None,
+            "tokens": state.tokens,
+            "cost": Prices.of(state.config).cost(state.tokens) or None,
             "seed": self.seed,
             "interrupted": self.stopped_by is not None,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,

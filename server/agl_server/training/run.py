@@ -29,7 +29,7 @@ from agl_server.server import LightningServer
 from agl_server.training.checkpoints import CHECKPOINTS, Checkpoints, RunState, check_changes, read_state
 from agl_server.training.evaluation import Evaluation
 from agl_server.training.loop import Trainer, uninterrupted
-from agl_server.training.metrics import SUMMARY_FILE, MetricsLog, Observer, Prices, Summary
+from agl_server.training.metrics import SUMMARY_FILE, MetricsLog, Observer, Summary
 from agl_server.training.session import Session, first_look, open_session
 
 
@@ -131,8 +131,6 @@ async def train(
                     checkpoint=checkpoints.all()[-1] if checkpoints.all() else None,
                     best=checkpoints.best(),
                     problems=dict(session.workers.problems) if session.workers else {},
-                    tokens=trainer.tokens,
-                    cost=Prices.of(config).cost(trainer.tokens),
                     samples=source is not None or not isinstance(session.tasks["train"], RecordedTasks),
                 )
 

@@ -25,7 +25,7 @@ from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run, score
 from agl_core.wire import SERVER_FILE
 from agl_server.health.alarms import StallWatch, alarm_of_failures, alarms_on, common_failure
 from agl_server.health.rollouts import health_of
-from agl_server.health.table import Alarm
+from agl_server.health.table import Alarm, Numbers
 from agl_server.server import LightningServer
 from agl_server.training.evaluation import Evaluator, HeldOutReplies
 from agl_server.training.metrics import Observer
@@ -244,28 +244,21 @@ async def first_look(session: Session, observer: Observer) -> Look:
     return Look(seen, fault, are_answered, episodes)
 
 
-def estimate_tokens(
-    loaded: LoadedConfig, session: Session, seen: Sequence[Episode], took: Mapping[str, float]
-) -> tuple[int, dict[str, float]]:
-    """Rollouts of the whole run, and their tokens by kind, if all are like those `seen`, which `took` so many.
-
-    A row of an update is a call with all that it continues.
-    """
+def estimate_tokens(loaded: LoadedConfig, session: Session, look: Look, took: Numbers) -> tuple[int, Numbers]:
+    """Rollouts of the whole run, and their tokens by kind, if all are like those of the look, which `took` so many."""
     train, every, evaluator = loaded.config.train, loaded.config.eval.every, session.evaluator
-    rows = [
-        ((*t.prompt_ids,), (*t.prompt_ids, *t.response_ids))
-        for episode in seen
-        for t in episode.transitions
-        if t.prompt_ids is not None and t.response_ids is not None
-    ]
+    calls = [(t.prompt_ids, t.response_ids) for episode in look.episodes for t in episode.transitions]
+    rows = [((*prompt,), (*prompt, *reply)) for prompt, reply in calls if prompt is not None and reply is not None]
+    # A row of an update is a call with all that it continues.
     whole = (row for n, (_, row) in enumerate(rows, 1) if not any(prompt[: len(row)] == row for prompt, _ in rows[n:]))
     epochs = max(getattr(plan.algorithm.options, "epochs", 1) for plan in loaded.policies.values())
     planned = (evaluator.planned(0, name, mode) for name in evaluator.sets for mode in evaluator.settings.modes)
     evaluations = len({0, train.steps, *range(0, train.steps, every)}) if every else 0
     trained = train.steps * train.groups_per_step * train.group_size
     rollouts, passes = trained + evaluations * sum(map(len, planned)), trained * epochs * sum(map(len, whole))
-    sampled = {kind: took[kind] * rollouts / len(seen) for kind in ("prefilled", "decoded")}
-    return rollouts, sampled | {kind: passes / len(seen) for kind in ("trained", "scored") if kind in took}
+    tokens = {"prefilled": took["prefilled"] * rollouts, "decoded": took["decoded"] * rollouts}
+    tokens |= {kind: passes for kind in ("trained", "scored") if kind in took}
+    return rollouts, {kind: count / len(look.episodes) for kind, count in tokens.items()}
 
 
 def _described(episode: Episode) -> str:

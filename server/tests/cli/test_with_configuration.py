@@ -197,7 +197,7 @@ def test_doctor_estimates_what_the_run_takes_and_costs(running: Bench, doctor: D
     )
     assert found, line
     trained = int(found[1].replace(",", ""))
-    assert float(found[2]) == pytest.approx((8600 * 100 + 1720 * 1000 + 2 * trained * 10) / 1e6, abs=0.01)
+    assert float(found[2]) == pytest.approx((8600 * 100 + 1700 * 1000 + 2 * trained * 10) / 1e6, abs=0.01)
 
 
 def test_doctor_finds_an_engine_that_returns_no_ids(running: Bench, doctor: Doctor) -> None:

@@ -35,7 +35,7 @@ from agl_server.health.rollouts import contrast_metrics, episode_metrics
 from agl_server.health.verdict import MetricsLine, read_metrics, verdict_of
 from agl_server.training.evaluation import TaskScore, compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_server.training.metrics import MetricsLog, Summary, step_line
-from agl_server.training.session import estimate_tokens
+from agl_server.training.session import Look, estimate_tokens
 
 from .scripted_training import episode, make_bench
 
@@ -145,12 +145,13 @@ def test_a_row_of_an_update_is_a_call_with_all_that_it_continues(tmp_path: Path)
         replace(second, prompt_ids=np.array([1, 2, 3, 4, 5, 6]), response_ids=np.array([7, 8, 9])),
         replace(other, prompt_ids=np.array([1, 2, 3, 5, 5]), response_ids=np.array([7])),
     )
-    seen, took = [replace(episode("a"), transitions=calls)], {"prefilled": 13.0, "decoded": 6.0, "trained": 0.0}
+    look = Look([], None, episodes=[replace(episode("a"), transitions=calls)])
+    took = {"prefilled": 13.0, "decoded": 6.0, "trained": 0.0}
     bench.trainer.session.evaluator.sets, bench.trainer.session.evaluator.settings = (
         {},
         bench.trainer.loaded.config.eval,
     )
-    rollouts, tokens = estimate_tokens(bench.trainer.loaded, bench.trainer.session, seen, took)
+    rollouts, tokens = estimate_tokens(bench.trainer.loaded, bench.trainer.session, look, took)
     assert (rollouts, tokens) == (12, {"prefilled": 13 * 12, "decoded": 6 * 12, "trained": (9 + 6) * 12})
 
 
