@@ -294,7 +294,7 @@ class Engine(ABC):
         return {}
 
     async def stats(self) -> Mapping[str, float]:
-        """Counters since the start: `tokens_prefilled`, `tokens_reused`, `tokens_decoded`, and others of the engine.
+        """Counters since the start: `tokens_prefilled`, `tokens_reused`, `tokens_decoded`, `tokens_trained` and others.
 
         The memory of its process is `peak_rss_bytes`. They may be asked during an update.
         """

@@ -266,6 +266,11 @@ EFFECTS: Mapping[str, Effect] = {
     "train.housekeeping": Effect(KEPT, {"train.housekeeping": "keep"}, {**tasks("titled"), "train.steps": 1}),
     "train.checkpoint_every": Effect(CHECKPOINTS, {"train.checkpoint_every": 1}),
     "train.keep_checkpoints": Effect(CHECKPOINTS, {"train.keep_checkpoints": 1}, {"train.checkpoint_every": 1}),
+    "train.stop.tokens": Effect(steps_made, {"train.stop.tokens": 1}),
+    **{
+        f"prices.{name}": Effect(ran(lambda run: run.summary.as_json()["cost"]), {f"prices.{name}": 2.0})
+        for name in ("prefill", "sample", "train")
+    },
     "train.deterministic": Effect(
         lambda bench, given: engine_context(bench.load(given), Path()).deterministic, {"train.deterministic": True}
     ),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from agl_core.types import Rollout, Run
 from agl_server.reading.explained import is_superseded
 from agl_server.reading.runs import read_entry
 from agl_server.store.sqlite import SqliteStore
+from agl_server.training.checkpoints import Checkpoints, read_state
 from agl_server.training.metrics import Summary
 from agl_server.training.run import evaluate, new_run_dir, train
 
@@ -252,3 +255,46 @@ async def test_a_run_that_stopped_early_says_so_and_goes_on_only_if_told(bench: 
     assert summary.state.step == 5
     assert reason_line not in on.lines
     assert entry(summary) == ("finished", 5, 5, "")
+
+
+async def test_a_run_ends_at_its_budget_of_tokens_which_no_resume_gives_back(bench: Bench) -> None:
+    """By the engine's own counters, which begin at 0 in each restart; tokens from the cache are free."""
+    prices = {"prices.prefill": 1.0, "prices.sample": 2.0, "prices.train": 4.0}
+    given = {"train.steps": 9, "train.stop.tokens": 700, "eval.every": 2, "train.checkpoint_every": 100, **prices}
+    loaded = bench.load(given)
+    run_dir = new_run_dir(loaded)
+    heard, on = Lines(), Lines()
+
+    def counted() -> Counter[str]:
+        """By the engine of the latest restart."""
+        counts = json.loads((run_dir / SEEN).read_text())["counted"]
+        return Counter({key.removeprefix("tokens_"): int(n) for key, n in counts.items() if key != "tokens_reused"})
+
+    def by_line() -> list[Counter[str]]:
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        kinds = ("prefilled", "decoded", "trained")
+        return [Counter({kind: int(line[f"tokens/{kind}"]) for kind in kinds}) for line in lines]
+
+    summary = await train(loaded, run_dir, heard)
+    spent, lines = counted(), by_line()
+    assert summary.state.tokens == spent == sum(lines, Counter[str]())
+    assert sum(lines[:-1], Counter[str]()).total() < 700 <= spent.total()
+    reason = f"{spent.total()} tokens are spent, and train.stop.tokens is 700"
+    assert summary.verdict is not None
+    assert summary.verdict.why.endswith(f"; stopped early at step {summary.state.step}: {reason}")
+    assert summary.checkpoint == run_dir / "checkpoints" / f"step-{summary.state.step:06d}"
+    [said] = [line for line in heard.lines if line.startswith("Training stopped early")]
+    assert f"{reason}. To train on, resume it with a higher train.stop.tokens" in said
+    cost = (spent["prefilled"] + 2 * spent["decoded"] + 4 * spent["trained"]) / 1e6
+    assert (summary.as_json()["tokens"], summary.as_json()["cost"]) == (spent, pytest.approx(cost))
+    assert all(re.search(r"  cost \d", line) for line in heard.lines if re.match(r"step +\d+/9  reward", line))
+
+    assert (await resumed(run_dir)).state.tokens == spent, "it makes no step"
+    summary = await resumed(run_dir, "train.stop.tokens=1000", "train.checkpoint_every=1", heard=on)
+    spent += counted()
+    assert (summary.state.tokens, spent.total() >= 1000) == (spent, True)
+
+    earlier = Checkpoints(run_dir / "checkpoints", 9).all()[0]
+    summary = await train(load(run_dir / "config.toml"), run_dir, Lines(), resume=True, checkpoint=earlier)
+    assert summary.state.step == read_state(earlier).step
+    assert summary.state.tokens == spent > sum(by_line(), Counter[str]())

@@ -159,6 +159,7 @@ class PolicyTrainer:
                 # The first token has none; not every service says so.
                 values = future.result(self._service.options.timeout)[1 - len(row.tokens) :]
                 row.gather([value or 0.0 for value in values], logprobs_R)
+        self.tokens_scored += sum(len(row.tokens) for row in rows)
         return logprobs_R
 
     def _step(self, rows: Sequence[Row], current_R: Tensor, gradient_R: Tensor, training_step: int) -> float:

@@ -390,6 +390,7 @@ class TorchServer:
         counters = Counter[str]()
         for sampler in samplers:
             counters.update(sampler.counters)
+        counters["tokens_trained"] = sum(policy.trainer.tokens_trained for policy in self._policies.policies.values())
         uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         on_gpu = {"peak_gpu_bytes": torch.cuda.max_memory_reserved()} if uses_gpu else {}
         return {**counters, "cache_bytes": sum(sampler.cache_nbytes for sampler in samplers), **on_gpu}

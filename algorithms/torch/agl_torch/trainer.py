@@ -84,7 +84,7 @@ class PolicyTrainer:
         seed: int = 0,
         initial: Callable[[], LoadedModel] | None = None,
     ) -> None:
-        self.version = 0
+        self.version = self.tokens_trained = 0
         self.tokens_per_pass = tokens_per_micro_batch
         trained = [weight for weight in loaded.model.parameters() if weight.requires_grad]
         if settings.learning_rate is None:
@@ -149,6 +149,7 @@ class PolicyTrainer:
         self.optimizer.training_step = batch.step
 
         def loss_of(micro: MicroBatch, token_weights_R: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+            self.tokens_trained += micro.tokens
             allowed, tokens_R = self.allowed(prepared.batch, micro), micro.tokens_R
             scores = score(model, micro, allowed, entropy_gradient=algorithm.needs_entropy)
             if once:

@@ -82,20 +82,16 @@ def needing(loaded: LoadedConfig, plan: PolicyPlan, need: Capability) -> Iterato
 
 def _sizes(loaded: LoadedConfig) -> Iterator[str]:
     settings, train = loaded.config.asynchronous, loaded.config.train
-    if settings.max_staleness and train.deterministic:
-        yield (
-            f"[train] deterministic is on, but with [async] max_staleness {settings.max_staleness} the time that "
-            f"rollouts take decides what is trained on. Set max_staleness to 0, or deterministic to false."
-        )
+    for table, name, value in (("async", "max_staleness", settings.max_staleness), ("train", "refill", train.refill)):
+        if value and train.deterministic:
+            yield (
+                f"[train] deterministic is on, but with [{table}] {name} {value} the order in which rollouts end "
+                f"decides what is trained on. Set {name} to 0, or deterministic to false."
+            )
     if train.refill and train.group_size == 1:
         yield (
             "[train] refill replaces groups whose returns are all equal, but group_size is 1, so all are. Set refill "
             "to 0, or group_size to 2 or more."
-        )
-    if train.refill and train.deterministic:
-        yield (
-            f"[train] deterministic is on, but with refill {train.refill} the order in which rollouts end decides what "
-            f"is trained on. Set refill to 0, or deterministic to false."
         )
     if loaded.config.eval.patience and (not loaded.config.eval.every or loaded.config.tasks.keys() == {"train"}):
         yield (

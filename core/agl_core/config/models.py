@@ -93,6 +93,13 @@ _ENDINGS: Mapping[Ending, EndingReward] = {
 }
 
 
+class StopSection(Section):
+    """When training ends before its last step."""
+
+    tokens: int = Field(0, ge=0)
+    """Training ends once so many were prefilled, sampled, trained and scored, evaluations included; 0: never."""
+
+
 class TrainSection(Section):
     """The training loop."""
 
@@ -121,6 +128,7 @@ class TrainSection(Section):
     """Bit-exact repetition and resuming, at a cost in speed."""
     endings: dict[Ending, EndingReward] = Field(dict(_ENDINGS))
     """For each ending of a rollout: 'score' by the reward rules, a fixed terminal reward, or 'drop'."""
+    stop: StopSection = StopSection()
 
     @field_validator("endings")
     @classmethod

@@ -159,14 +159,11 @@ class LoadedConfig:
 def resolve(config: RunConfig, plugins: Plugins, report: Problems, needs: Collection[Kind]) -> LoadedConfig:
     """The configuration with every setting filled in, and its components; `report` gets what is broken and needed."""
     find = _Resolver(plugins, config.folder, report, needs)
-    single: dict[str, ChosenComponent | None] = {
-        kinds.ENGINE: find.choice(kinds.ENGINE, (kinds.ENGINE,), config.engine)
-    }
-    if (engine := single[kinds.ENGINE]) is not None:
-        find.defaults = engine.component.defaults
-    single |= {
-        kind: find.choice(kind, (kind,), getattr(config, kind)) for kind in (kinds.ALGORITHM, kinds.CREDIT, kinds.STORE)
-    }
+    single = dict[str, ChosenComponent | None]()
+    for kind in (kinds.ENGINE, kinds.ALGORITHM, kinds.CREDIT, kinds.STORE):
+        single[kind] = chosen = find.choice(kind, (kind,), getattr(config, kind))
+        if kind == kinds.ENGINE and chosen is not None:
+            find.defaults = chosen.component.defaults
     policies = find.policies(config.policies, single[kinds.ALGORITHM], single[kinds.CREDIT])
     tasks = find.tables(kinds.TASK_SOURCE, "source", ("tasks",), config.tasks)
     rewards = find.tables(kinds.REWARD, "rule", ("rewards",), config.rewards)
@@ -202,12 +199,11 @@ class _Resolver:
     def choice(self, kind: Kind, place: Place, section: PluginChoice) -> ChosenComponent | None:
         """The plugin that a section chooses by `name`; tables for other installed ones may stand beside its own."""
         tables = {key: value for key, value in section.settings.items() if isinstance(value, dict)}
+        own = (*place, section.name)
         for stray in section.settings.keys() - tables.keys():
-            table = ".".join(map(str, (*place, section.name)))
+            table = ".".join(map(str, own))
             self._report(kind).add((*place, stray), f"there is no such key here; settings stand in [{table}].")
-        chosen = self._chosen(
-            kind, section.name, tables.pop(section.name, {}), (*place, section.name), (*place, "name")
-        )
+        chosen = self._chosen(kind, section.name, tables.pop(section.name, {}), own, (*place, "name"))
         for name, settings in tables.items():
             self._chosen(kind, name, settings, (*place, name))
         return chosen

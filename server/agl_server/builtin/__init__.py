@@ -1,4 +1,4 @@
-"""The server's own components: the store, tasks of files and of other runs, trackers."""
+"""The server's own components: the store, tasks of files and of other runs, trackers, the table `[prices]`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from agl_core.kinds import Capability, Register
 def register_components(register: Register) -> None:
     from agl_server.builtin import tasks, trackers
     from agl_server.store.sqlite import build
+    from agl_server.training.metrics import Prices
 
     def recorded_needs(options: tasks.RecordedOptions) -> set[Capability]:
         return {Capability.RECORDED_TEXTS} if options.without_logprobs else set()
@@ -26,3 +27,4 @@ def register_components(register: Register) -> None:
     wandb, mlflow = "Weights & Biases: pip install 'agl-server[wandb]'.", "MLflow: pip install 'agl-server[mlflow]'."
     register(kinds.TRACKER, "wandb", trackers.WandbTracker, doc=wandb)
     register(kinds.TRACKER, "mlflow", trackers.MlflowTracker, doc=mlflow)
+    register(kinds.CONFIG_TABLE, "prices", lambda options: options, options=Prices, doc=Prices.__doc__)

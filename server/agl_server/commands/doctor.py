@@ -29,7 +29,7 @@ from agl_server.health.alarms import who_waits
 from agl_server.health.verdict import read_health
 from agl_server.reading.credit import read_credit
 from agl_server.reading.runs import find_run, is_capture, open_store, read_entry
-from agl_server.training.metrics import Observer
+from agl_server.training.metrics import Observer, Prices
 
 Target = Annotated[
     Path | None,
@@ -139,7 +139,7 @@ def _start(loaded: LoadedConfig) -> Findings:
 
 async def _session(loaded: LoadedConfig, folder: Path) -> list[Finding]:
     from agl_server.training.run import local_server
-    from agl_server.training.session import first_look, open_session
+    from agl_server.training.session import estimate_tokens, first_look, open_session
 
     workers = loaded.config.workers.model_copy(update={"processes": 1})
     here = replace(loaded, config=loaded.config.model_copy(update={"workers": workers}))
@@ -151,12 +151,18 @@ async def _session(loaded: LoadedConfig, folder: Path) -> list[Finding]:
         for policy, name in served.models.items():
             _, missing = await asyncio.to_thread(open_upstream, served.urls[0], served.api_key, name)
             findings.append(_ids(f"engine, policy '{policy}'", missing, "FAIL"))
-        look = await first_look(session, observer)
+        before, look = await session.engine.stats(), await first_look(session, observer)
+        stats = await session.engine.stats()
         failed = "note" if look.fault is None else "FAIL"
         findings += [Finding("ok" if finished else failed, "rollout", seen) for finished, seen in look.seen]
         if look.fault is not None:
             findings[-1] = replace(findings[-1], remedy=f"{look.fault.remedy} {look.fault.details}".strip())
-        if peak := (await session.engine.stats()).get("peak_rss_bytes"):
+        grown = {key.removeprefix("tokens_"): count - before.get(key, 0) for key, count in stats.items()}
+        if grown.get("decoded") and look.fault is None:
+            rollouts, tokens = estimate_tokens(loaded, session, look, grown)
+            about = Prices.of(loaded.config.model_dump()).describe({k: float(f"{n:.1e}") for k, n in tokens.items()})
+            findings.append(Finding("ok", "cost", f"about {about}, if all {rollouts:,} rollouts are like this one"))
+        if peak := stats.get("peak_rss_bytes"):
             took = f"took {peak / 2**30:.1f} GiB of memory; training takes more"
             findings.append(Finding("ok", "resources", f"the engine started in {seconds:.0f} s and {took}"))
     return findings

@@ -27,7 +27,7 @@ from agl_server.reading.files import is_recording
 from agl_server.reading.runs import find_run
 from agl_server.training.checkpoints import CHECKPOINTS, Checkpoints
 from agl_server.training.evaluation import Comparison, Estimate, TaskScore, compare, passes
-from agl_server.training.metrics import Summary, scores_of
+from agl_server.training.metrics import Prices, Summary, scores_of
 from agl_server.training.run import evaluate as run_evaluation
 from agl_server.training.run import new_run_dir
 from agl_server.training.run import train as run_training
@@ -177,6 +177,7 @@ def print_summary(console: Screen, summary: Summary, go_on: str | None = None) -
         ("rollouts", listed("ending/")),
         ("transitions", f"{transitions['kept']} trained on{idle_note}; dropped: {listed('dropped/')}"),
         ("tokens", f"{summary.proved.total()} trained on{proof}"),
+        ("spent", Prices.of(state.config).describe(state.tokens)),
         ("checkpoint", f"{summary.checkpoint or 'none'}{best}"),
         ("model", ", ".join(map(str, summary.models)) or "none"),
         ("summary", str(summary.file)),

@@ -31,8 +31,8 @@ _STORE = "store.sqlite"
 
 RunStatus: TypeAlias = Literal["running", "finished", "finished early", "stopped", "failed", "capture"]
 """running: a process of this machine writes its store; finished: all steps made, though `agl eval` may write to it;
-finished early: by `eval.patience`; stopped: can be resumed; failed: it died, by an error or a kill, and can be resumed,
-or no rollout of it finished; capture: by `agl run`."""
+finished early: by `eval.patience` or `train.stop`; stopped: can be resumed; failed: it died, by an error or a kill, and
+can be resumed, or no rollout of it finished; capture: by `agl run`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from agl_server.health.verdict import HEADLINE_SET
 _log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-_STATE, _PREFIX = "state.json", "step-"
+_STATE, _PREFIX, _TOKENS = "state.json", "step-", "tokens.json"
 VERSIONS_FILE = "versions.jsonl"
 """In a run's folder: one decision on its versions on each line. `kept` in the last line has the steps of those that are
 served, or may be again, the stable one first."""
@@ -40,6 +40,8 @@ class RunState:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """One entry per evaluation: step, set, mode, reward, rollouts, calls, seconds."""
     peak_rss_bytes: int = 0
+    tokens: dict[str, int] = field(default_factory=dict)
+    """By kind, those that cost something; of the whole run, also of steps that were superseded."""
     resets: list[list[int]] = field(default_factory=list)
     """After which step the weights went back to those of which earlier step: pairs, the earliest first."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -163,6 +165,15 @@ class Checkpoints:
             raise CheckpointError(
                 f"{file} does not say which versions are in use ({error!r}). Restore the file from a backup."
             ) from error
+
+    def read_tokens(self) -> dict[str, int]:
+        """The latest `RunState.tokens`, which are older in checkpoints; none if the file is absent or damaged."""
+        with suppress(FileNotFoundError, ValueError):
+            return dict(orjson.loads((self.folder.parent / _TOKENS).read_bytes()))
+        return {}
+
+    def write_tokens(self, tokens: Mapping[str, int]) -> None:
+        private.replace(self.folder.parent / _TOKENS, orjson.dumps(tokens))
 
 
 def model_links(checkpoint: Path) -> dict[Path, Path]:

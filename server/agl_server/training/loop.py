@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from agl_core import hooks
 from agl_core.config.load import LoadedConfig
+from agl_core.errors import AglError
 from agl_core.learning.batch import BatchPlan, StepBatches, make_batches
 from agl_core.protocols import RecordedTasks, UpdateResult
 from agl_core.types import AlarmName, DropReason, Rollout, TrainingRecord
@@ -22,7 +24,7 @@ from agl_server.health.table import Alarm
 from agl_server.health.verdict import check_patience, check_serving
 from agl_server.training.checkpoints import Checkpoints, RunState
 from agl_server.training.evaluation import Evaluation
-from agl_server.training.metrics import Advance, MetricsLog, Observer, evaluation_line, step_line
+from agl_server.training.metrics import Advance, MetricsLog, Observer, Prices, evaluation_line, step_line
 from agl_server.training.recorded import RecordedGroups
 from agl_server.training.rollouts import Experience, StepGroups, TrainingPlan
 from agl_server.training.session import Session
@@ -56,6 +58,8 @@ class Trainer:
     saved_step: int = field(init=False)
     stops_without_data: ClassVar[bool] = True
     """Training ends with an error after two steps in a row with nothing to train on."""
+    _counted: Mapping[str, int] = field(default_factory=dict, init=False)
+    """The engine's counters when they were last asked."""
     _latest: StepGroups = field(default_factory=lambda: StepGroups([]), init=False)
     _hook_failures: int = field(default=0, init=False)
     """The failures of lifecycle hooks that metrics have."""
@@ -68,6 +72,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.saved_step = self.state.step
         config, session, source = self.loaded.config, self.session, self.session.tasks["train"]
+        self.state.tokens = self.checkpoints.read_tokens()
         recorded = source if isinstance(source, RecordedTasks) else None
         without_logprobs = recorded is not None and (recorded.without_logprobs or self.loaded.trains_on_texts)
         self._is_judged = self.loaded.imitates or (recorded is not None and recorded.has_preferences)
@@ -95,15 +100,16 @@ class Trainer:
         settings = self.loaded.config.train
         last, every = settings.steps, self.loaded.config.eval.every
         self._resumed = time.monotonic() - self.state.seconds
+        await self._count()  # The first look is no part of a step.
         if every and not self.state.evaluations:
             await self._evaluate()
         try:
             while self.state.step < last and not self.stopped:
                 step = self.state.step + 1
-                started, before = time.monotonic(), await self._stats()
+                started = time.monotonic()
                 with self.observer.phase("rollouts", step) as advance:
                     drawn = await self._draw(step, advance)
-                await uninterrupted(self._learn(step, drawn, started, before))
+                await uninterrupted(self._learn(step, drawn, started))
                 if every and (step % every == 0 or step == last):
                     await self._evaluate()
                 rewards = self.state.rewards
@@ -113,17 +119,24 @@ class Trainer:
                 await self._after_step()
         finally:
             await self._experience.cancel()
+            with suppress(AglError):
+                await self._count()  # Rollouts that no step had took tokens too.
         if self.stopped:
             self.observer.say(
-                f"Training stopped early at step {self.state.step}: {self.stopped}. To train on, resume it with "
-                f"another eval.patience, or from another checkpoint (agl train --resume RUN@best)."
+                f"Training stopped early at step {self.state.step}: {self.stopped}. To train on, resume it with a "
+                f"higher train.stop.tokens, with another eval.patience, or from another checkpoint (RUN@best)."
             )
 
     @property
     def stopped(self) -> str:
         """Why training ends before its last step; empty as long as it goes on."""
         config = self.loaded.config
-        return "" if self.state.step >= config.train.steps else self.state.plateau(config.eval.patience)
+        if self.state.step >= config.train.steps:
+            return ""
+        spent, budget = sum(self.state.tokens.values()), config.train.stop.tokens
+        if 0 < budget <= spent:
+            return f"{spent:,} tokens are spent, and train.stop.tokens is {budget:,}"
+        return self.state.plateau(config.eval.patience)
 
     async def _after_step(self) -> None:
         """Hook for subclasses, called after each step."""
@@ -137,8 +150,8 @@ class Trainer:
         """The groups of a step; waits until there are enough."""
         return await self._experience.draw(self.loaded.config.train.steps - self.state.step, advance)
 
-    async def _learn(self, step: int, drawn: StepGroups, started: float, before: Mapping[str, float]) -> None:
-        """Credit, update, record, and tell. `before` are the engine's counters when the step `started`."""
+    async def _learn(self, step: int, drawn: StepGroups, started: float) -> None:
+        """Credit, update, record, and tell of the step that `started` then."""
         settings, versions, state = self.loaded.config.train, self.session.versions, self.state
         ages = staleness_metrics(drawn.episodes, versions)
         batches = make_batches(drawn.groups, self._plan, weights=drawn.weights, step=step, versions=versions)
@@ -147,11 +160,10 @@ class Trainer:
         updated = time.monotonic()
         records = await self._record(step, batches, results, drawn.rollouts)
         failure = await alarm_of_failures(self.session.server.store, drawn.episodes)
-        stats = await self._stats()
         metrics = {
             **self._metrics(drawn, batches, results, records),
             **ages,
-            **{key.replace("_", "/", 1): stats[key] - before[key] for key in stats if key.startswith("tokens_")},
+            **await self._count(),
             "seconds/rollouts": rolled_out - started,
             "seconds/update": updated - rolled_out,
             "seconds/step": time.monotonic() - started,
@@ -160,7 +172,6 @@ class Trainer:
         alarms = self.watch.look(metrics, [*raised, *self.session.stall.take()])
         state.step, self._latest = step, drawn
         state.groups_begun, state.groups_unfinished = self._experience.begun, self._experience.unfinished
-        self._count_memory(stats)
         self.log.write(step, "train", self.watch.steps[-1], alarms, self.stopped)
         self.observer.say(step_line(step, settings.steps, metrics, drawn.note))
         self._say(f"step {step}", alarms)
@@ -239,9 +250,19 @@ class Trainer:
             if alarm.name is not AlarmName.STALL:
                 self.observer.say(f"{where}: {alarm.text}")
 
-    async def _stats(self) -> Mapping[str, float]:
-        """The engine's counters since it started: tokens prefilled, reused and decoded, memory."""
-        return await self.session.stall.watched(self.session.engine.stats(), "which counts")
+    async def _count(self) -> dict[str, float]:
+        """Count memory and tokens; returns the tokens since the last count, by kind, and what they cost."""
+        stats = await self.session.stall.watched(self.session.engine.stats(), "which counts")
+        peak = peak_rss_bytes() + int(stats.get("peak_rss_bytes", 0))
+        self.state.peak_rss_bytes = max(self.state.peak_rss_bytes, peak)
+        counted = {key.removeprefix("tokens_"): int(n) for key, n in stats.items() if key.startswith("tokens_")}
+        new = {kind: max(0, n - self._counted.get(kind, 0)) for kind, n in counted.items()}
+        self._counted = counted
+        tokens = self.state.tokens
+        tokens |= {kind: tokens.get(kind, 0) + n for kind, n in new.items() if kind != "reused"}
+        self.checkpoints.write_tokens(tokens)
+        cost = Prices.of(self.state.config).cost(new)
+        return {f"tokens/{kind}": float(n) for kind, n in new.items()} | ({"cost": cost} if cost else {})
 
     async def _evaluate(self) -> Evaluation:
         step = self.state.step
@@ -249,9 +270,9 @@ class Trainer:
         alarms = self.watch.wanted(evaluated.alarms)
         self._say(f"step {step}, evaluation", alarms)
         self.state.evaluations += evaluated.entries
-        self._count_memory(await self._stats())
+        metrics = {**evaluated.metrics, **await self._count()}
         if evaluated.entries:
-            self.log.write(step, "eval", evaluated.metrics, [*alarms, *self.session.stall.take()], self.stopped)
+            self.log.write(step, "eval", metrics, [*alarms, *self.session.stall.take()], self.stopped)
             self.observer.say(evaluation_line(step, self.loaded.config.train.steps, evaluated.entries))
         return evaluated
 
@@ -267,8 +288,3 @@ class Trainer:
     def count_time(self) -> None:
         """Bring `state.seconds` up to now."""
         self.state.seconds = time.monotonic() - self._resumed
-
-    def _count_memory(self, stats: Mapping[str, float]) -> None:
-        """Resident memory of the run: this process and the engine's."""
-        peak = peak_rss_bytes() + int(stats.get("peak_rss_bytes", 0))
-        self.state.peak_rss_bytes = max(self.state.peak_rss_bytes, peak)

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import orjson
+from pydantic import Field
 
 from agl_core import private
+from agl_core.config.sections import Section
 from agl_core.errors import CheckpointError, last_frames
 from agl_core.protocols import KeepingTracker, Tracker
 from agl_core.types import Episode, scored_return
@@ -45,6 +47,35 @@ Advance: TypeAlias = Callable[[float, str], None]
 """Shows that a share (0 … 1) of a phase is done, and what is known so far, the reward for instance."""
 
 
+class Prices(Section):
+    """Prices of a million tokens, in your own currency. Without this table a run shows its tokens alone."""
+
+    prefill: float = Field(0.0, ge=0)
+    """Tokens of prompts."""
+    sample: float = Field(0.0, ge=0)
+    """Tokens of replies."""
+    train: float = Field(0.0, ge=0)
+    """Tokens of an update's passes, also of those that only score: Tinker charges both alike."""
+
+    @classmethod
+    def of(cls, tables: Mapping[str, Any]) -> Prices:
+        return cls(**tables.get("prices", {}))
+
+    def cost(self, tokens: Mapping[str, float]) -> float:
+        """The cost of tokens by kind; 0 without prices."""
+        prices = {"prefilled": self.prefill, "decoded": self.sample, "trained": self.train, "scored": self.train}
+        return sum(prices.get(kind, 0.0) * count for kind, count in tokens.items()) / 1e6
+
+    def describe(self, tokens: Mapping[str, float]) -> str:
+        """Tokens by kind in words, and their cost if there are prices.
+
+        >>> Prices(prefill=200, sample=500).describe({"prefilled": 12000, "decoded": 300})
+        '12,000 tokens prefilled, 300 tokens sampled; cost 2.55'
+        """
+        counted = ", ".join(f"{count:,.0f} tokens {kind}" for kind, count in tokens.items()) or "not counted"
+        return counted.replace("decoded", "sampled") + (f"; cost {cost:,.2f}" if (cost := self.cost(tokens)) else "")
+
+
 class Observer:
     """Shows progress. This one shows nothing; subclasses show what they are for."""
 
@@ -59,21 +90,21 @@ class Observer:
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], note: str = "") -> str:
-    """A training step as one line: reward (else the accuracy on pairs, or the loss), note, mean lengths, seconds.
+    """A training step as one line: reward (else the accuracy on pairs, or the loss), note, mean lengths, seconds, cost.
 
-    >>> step_line(4, 40, {"reward/mean": 0.5, "seconds/rollouts": 4.9, "seconds/update": 0.1})
-    'step   4/40  reward 0.500  rollouts 4.9 s  update 0.1 s'
+    >>> step_line(4, 40, {"reward/mean": 0.5, "seconds/rollouts": 4.9, "seconds/update": 0.1, "cost": 0.12})
+    'step   4/40  reward 0.500  rollouts 4.9 s  update 0.1 s  cost 0.12'
     """
     prompt, response = metrics.get("length/prompt"), metrics.get("length/response")
     lengths = "" if prompt is None or response is None else f"{prompt:.0f} + {response:.0f} tokens  "
-    rollouts, update = metrics["seconds/rollouts"], metrics["seconds/update"]
+    rollouts, update, cost = metrics["seconds/rollouts"], metrics["seconds/update"], metrics.get("cost")
     name, value = "reward", metrics.get("reward/mean")
     if value is None:
         name = PAIR_ACCURACY if of_update(PAIR_ACCURACY, metrics) else LOSS
         value = mean(of_update(name, metrics))
     return (
         f"{numbered(step, steps)}  {name.replace('_', ' ')} {value:.3f}  {f'{note}  ' if note else ''}{lengths}"
-        f"rollouts {rollouts:.1f} s  update {update:.1f} s"
+        f"rollouts {rollouts:.1f} s  update {update:.1f} s{f'  cost {cost:.3g}' if cost else ''}"
     )
 
 
@@ -268,6 +299,8 @@ class Summary:
                 "dropped": counts(steps, "dropped/"),
             },
             "trained_tokens": {"count": self.proved.total(), "exact_share": self.exact_share, "proved": self.proved},
+            "tokens": state.tokens,
+            "cost": Prices.of(state.config).cost(state.tokens) or None,
             "seed": self.seed,
             "interrupted": self.stopped_by is not None,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,

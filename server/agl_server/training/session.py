@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from agl_core.types import AlarmName, Ending, Episode, Mode, Rollout, Run, score
 from agl_core.wire import SERVER_FILE
 from agl_server.health.alarms import StallWatch, alarm_of_failures, alarms_on, common_failure
 from agl_server.health.rollouts import health_of
-from agl_server.health.table import Alarm
+from agl_server.health.table import Alarm, Numbers
 from agl_server.server import LightningServer
 from agl_server.training.evaluation import Evaluator, HeldOutReplies
 from agl_server.training.metrics import Observer
@@ -216,6 +216,7 @@ class Look:
     """How all of them failed, with the first error and what to do; None: at least one finished."""
     are_answered: bool = False
     """The model replied in each rollout, so that its replies may be why they failed."""
+    episodes: Sequence[Episode] = ()
 
 
 async def first_look(session: Session, observer: Observer) -> Look:
@@ -240,7 +241,24 @@ async def first_look(session: Session, observer: Observer) -> Look:
     seen = [(episode.ending is Ending.FINISHED, _described(episode)) for episode in episodes]
     lacking = alarms_on(episodes, (AlarmName.NO_REWARD, AlarmName.NO_RESULT))
     seen += [(False, text) for text in (*(a.text for a in lacking), *(f"problem: {problem}" for problem in problems))]
-    return Look(seen, fault, are_answered)
+    return Look(seen, fault, are_answered, episodes)
+
+
+def estimate_tokens(loaded: LoadedConfig, session: Session, look: Look, took: Numbers) -> tuple[int, Numbers]:
+    """Rollouts of the whole run, and their tokens by kind, if all are like those of the look, which `took` so many."""
+    train, every, evaluator = loaded.config.train, loaded.config.eval.every, session.evaluator
+    calls = [(t.prompt_ids, t.response_ids) for episode in look.episodes for t in episode.transitions]
+    rows = [((*prompt,), (*prompt, *reply)) for prompt, reply in calls if prompt is not None and reply is not None]
+    # A row of an update is a call with all that it continues.
+    whole = (row for n, (_, row) in enumerate(rows, 1) if not any(prompt[: len(row)] == row for prompt, _ in rows[n:]))
+    epochs = max(getattr(plan.algorithm.options, "epochs", 1) for plan in loaded.policies.values())
+    planned = (evaluator.planned(0, name, mode) for name in evaluator.sets for mode in evaluator.settings.modes)
+    evaluations = len({0, train.steps, *range(0, train.steps, every)}) if every else 0
+    trained = train.steps * train.groups_per_step * train.group_size
+    rollouts, passes = trained + evaluations * sum(map(len, planned)), trained * epochs * sum(map(len, whole))
+    tokens = {"prefilled": took["prefilled"] * rollouts, "decoded": took["decoded"] * rollouts}
+    tokens |= {kind: passes for kind in ("trained", "scored") if kind in took}
+    return rollouts, {kind: count / len(look.episodes) for kind, count in tokens.items()}
 
 
 def _described(episode: Episode) -> str:

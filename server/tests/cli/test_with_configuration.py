@@ -47,7 +47,10 @@ PLUGIN = """
             return Upstream((os.environ["MODEL_SERVER"],), self._models, "key")
 
         async def stats(self):
-            return {"peak_rss_bytes": 2.0**30}
+            "Each time that it is asked, it has taken as many tokens more."
+            self._asked = getattr(self, "_asked", 0) + 1
+            counted = {"prefilled": 100.0 * self._asked, "decoded": 20.0 * self._asked, "trained": 0.0, "scored": 0.0}
+            return {"peak_rss_bytes": 2.0**30} | {f"tokens_{kind}": count for kind, count in counted.items()}
 
         async def versions(self):
             return dict.fromkeys(self._models, 0)
@@ -172,6 +175,29 @@ def test_doctor_finds_nothing_wrong(running: Bench) -> None:
     assert "finished, 1 calls by an unnamed agent; tools: none; reward: 0.5 (reported 0.5); healthy" in rollout
     assert [request.body["model"] for request in running.upstream.received] == ["served"] * 3
     assert not (running.folder / "runs").exists()
+
+
+def test_doctor_estimates_what_the_run_takes_and_costs(running: Bench, doctor: Doctor) -> None:
+    """10 steps of 2 groups of 4, and 3 evaluations of a task in 2 modes: 80 rollouts and 6."""
+    more = """
+    train = { steps = 10, groups_per_step = 2, group_size = 4 }
+    eval.every = 5
+    tasks.eval = { source = "jsonl", path = "tasks.jsonl" }
+    prices = { prefill = 100, sample = 1000, train = 10 }
+    """
+    running.script("train.toml", CONFIG + more)
+    result = doctor("train.toml")
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("ok    cost: ")]
+    [_, _, asked] = running.upstream.received  # The engine is tried with two.
+    assert asked.body["return_token_ids"] is True
+    found = re.fullmatch(
+        r"ok    cost: about 8,600 tokens prefilled, 1,700 tokens sampled, ([\d,]+) tokens trained, \1 tokens scored; "
+        r"cost (\S+), if all 86 rollouts are like this one",
+        line,
+    )
+    assert found, line
+    trained = int(found[1].replace(",", ""))
+    assert float(found[2]) == pytest.approx((8600 * 100 + 1700 * 1000 + 2 * trained * 10) / 1e6, abs=0.01)
 
 
 def test_doctor_finds_an_engine_that_returns_no_ids(running: Bench, doctor: Doctor) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agl_core.builtin import identical, immediate
@@ -34,6 +35,7 @@ from agl_server.health.rollouts import contrast_metrics, episode_metrics
 from agl_server.health.verdict import MetricsLine, read_metrics, verdict_of
 from agl_server.training.evaluation import TaskScore, compare, pass_all, pass_at, passes, sign_test, wilson
 from agl_server.training.metrics import MetricsLog, Summary, step_line
+from agl_server.training.session import Look, estimate_tokens
 
 from .scripted_training import episode, make_bench
 
@@ -132,6 +134,25 @@ async def test_a_steps_line_adds_up(tmp_path: Path) -> None:
     assert (summary["llm_calls"], summary["rollouts"]) == (6, {"finished": 3, "crashed": 1})
     assert summary["transitions"]["kept"] == line["transitions/kept"]
     assert summary["train_rewards"] == [line["reward/mean"]]
+
+
+def test_a_row_of_an_update_is_a_call_with_all_that_it_continues(tmp_path: Path) -> None:
+    """Two calls of 2 + 2 and 6 + 3 tokens, of which the second repeats the first, and one of 5 + 1 that does not."""
+    bench = make_bench(tmp_path, steps=3, groups_per_step=2, group_size=2, eval_every=0)
+    first, second, other = episode("a", (0, 0, 0)).transitions
+    calls = (
+        replace(first, prompt_ids=np.array([1, 2]), response_ids=np.array([3, 4])),
+        replace(second, prompt_ids=np.array([1, 2, 3, 4, 5, 6]), response_ids=np.array([7, 8, 9])),
+        replace(other, prompt_ids=np.array([1, 2, 3, 5, 5]), response_ids=np.array([7])),
+    )
+    look = Look([], None, episodes=[replace(episode("a"), transitions=calls)])
+    took = {"prefilled": 13.0, "decoded": 6.0, "trained": 0.0}
+    bench.trainer.session.evaluator.sets, bench.trainer.session.evaluator.settings = (
+        {},
+        bench.trainer.loaded.config.eval,
+    )
+    rollouts, tokens = estimate_tokens(bench.trainer.loaded, bench.trainer.session, look, took)
+    assert (rollouts, tokens) == (12, {"prefilled": 13 * 12, "decoded": 6 * 12, "trained": (9 + 6) * 12})
 
 
 STEP = {"transitions/kept": 8.0, "ending/finished": 8.0, "seconds/rollouts": 1.0, "seconds/update": 2.0}
