@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import uvicorn
 from transformers import AutoConfig
 
 from agl_algorithms.policy_gradient import Algorithm
-from agl_chat.api import ModelServer, create_app
+from agl_chat.api import ModelServer, create_app, serve_in_thread
 from agl_chat.conversation import ChatText, load_text, tokenized
 from agl_core.errors import CheckpointError, EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch, Call
 from agl_server.engines.child import Host, build_algorithm
-from agl_server.http.listening import bind
 from agl_tinker.plugin import TinkerOptions
 from agl_tinker.sampling import Samplers, Served
-from agl_tinker.service import Division, Service
+from agl_tinker.service import Division, Service, unique
 from agl_tinker.trainer import PolicyTrainer
 
 STATE = "tinker.json"
@@ -63,21 +58,23 @@ class TinkerServer:
             if not spec.algorithm:
                 self._samplers.served[name] = Served(spec.version, base, frozenset(text.eos_ids))
                 continue
+            algorithm = self._algorithms[name] = build_algorithm(plugins, spec.algorithm, spec.algorithm_options)
+            if algorithm.needs_entropy:
+                raise EngineError("A Tinker service tells no entropies: set [algorithm] entropy = 0.")
+            teacher = None if algorithm.teacher is None else self._service.sampler_of(algorithm.teacher)
             client = self._service.trains(spec, seed)
             if division is None:
                 host.stage("finding out how the service divides gradients")
                 with self._service.explained("making steps that are taken back"):
                     division = Division.probed(client, list(range(8, 16)), options.timeout)
                 logging.getLogger(__name__).info("The service's division: %s.", division)
-            self._algorithms[name] = build_algorithm(plugins, spec.algorithm, spec.algorithm_options)
-            if self._algorithms[name].needs_entropy:
-                raise EngineError("A Tinker service tells no entropies: set [algorithm] entropy = 0.")
             self._trainers[name] = PolicyTrainer(
                 self._service,
                 client,
-                spec.optimizer,
+                spec,
                 division,
                 reference=base,
+                teacher=teacher,
                 context_length=length,
                 vocabulary=config.get_text_config().vocab_size,
                 seed=seed,
@@ -85,18 +82,7 @@ class TinkerServer:
             )
             self._serve_version(name)
         self.context_length = min(lengths)
-        app = create_app(chats, self._samplers, api_key=context.api_key)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
-        listener = bind("127.0.0.1", 0)
-        self.urls = (f"http://127.0.0.1:{listener.getsockname()[1]}/v1",)
-
-        def serve() -> None:
-            try:
-                asyncio.run(server.serve(sockets=[listener]))
-            finally:
-                host.lost("The engine's HTTP server ended.")
-
-        threading.Thread(target=serve, name="agl-http", daemon=True).start()
+        self.urls = (serve_in_thread(create_app(chats, self._samplers, api_key=context.api_key), host.lost),)
 
     def update(self, policy: str, batch: Batch, progress: Progress) -> UpdateResult:
         trainer = self._trainer(policy)
@@ -112,7 +98,7 @@ class TinkerServer:
 
     def save(self, folder: Path) -> None:
         for name, trainer in self._trainers.items():
-            state = trainer.state(_unique(name, trainer.version))
+            state = trainer.state(unique(name, trainer.version))
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / STATE).write_text(json.dumps(state))
 
@@ -136,18 +122,13 @@ class TinkerServer:
     def _serve_version(self, name: str) -> None:
         trainer = self._trainers[name]
         with self._service.explained("saving weights for the sampler"):
-            sampler = trainer.client.save_weights_and_get_sampling_client(name=_unique(name, trainer.version))
+            sampler = trainer.client.save_weights_and_get_sampling_client(name=unique(name, trainer.version))
         self._samplers.served[name] = Served(trainer.version, sampler, frozenset(self._texts[name].eos_ids))
 
     def _trainer(self, name: str) -> PolicyTrainer:
         if name not in self._trainers:
             raise EngineError(f"There is no policy '{name}' that is trained. {nearest(name, self._trainers)}")
         return self._trainers[name]
-
-
-def _unique(policy: str, version: int) -> str:
-    """A name at the service; a version that is trained again after a resume has other weights."""
-    return f"agl-{policy}-{version}-{uuid.uuid4().hex[:8]}"
 
 
 if __name__ == "__main__":

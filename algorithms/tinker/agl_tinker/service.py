@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Literal, cast
 
 import tinker
 
+from agl_algorithms.policy_gradient import Teacher
 from agl_core.errors import ConfigError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_tinker.plugin import TinkerOptions
@@ -61,6 +63,18 @@ class Service:
                 base_model=self.base_of(spec), rank=spec.lora.rank, seed=seed, **chosen
             )
 
+    def sampler_of(self, teacher: Teacher) -> tinker.SamplingClient:
+        """A model of the service that is not trained, by its name or by the `tinker://` path of saved weights."""
+        if teacher.model is not None:
+            raise ConfigError(
+                f"The teacher of a policy at {self.place} is one of its models, and {teacher.place} is another server. "
+                f"Set algorithm.teacher to a model's name there, or to a tinker:// path, and leave teacher_model out."
+            )
+        with self.explained(f"asked for the teacher {teacher.place!r}"):
+            if teacher.place.startswith("tinker://"):
+                return self.client.create_sampling_client(model_path=teacher.place)
+            return self.client.create_sampling_client(base_model=teacher.place)
+
     @contextmanager
     def explained(self, when: str) -> Iterator[None]:
         """EngineError with a sentence for an error of the service, or of the way to it."""
@@ -95,6 +109,9 @@ class Division:
 
     by_targets: bool
     by_rows: bool
+    weighs: bool
+    """The loss `cross_entropy` is the sum of weight · −log π, divided in the same way; skyrl-tx divides it by the sum
+    of the weights."""
 
     def undone(self, targets: int, rows: int) -> float:
         """The factor for a row of so many targets in a step of so many rows."""
@@ -102,7 +119,7 @@ class Division:
 
     @classmethod
     def probed(cls, client: tinker.TrainingClient, tokens: Sequence[int], timeout: float) -> Division:
-        """Find it out by steps that are taken back: of a row, of the row twice, and of the row with a tail.
+        """Find it out by steps that are taken back: of a row, of the row twice, of the row with a tail, and weighted.
 
         A step of Adam without momentum and with a large epsilon is linear in the gradient, and so is the change of a
         log-probability, if it is small.
@@ -111,13 +128,23 @@ class Division:
         row, longer = [*tokens], [*tokens, *tokens]
         target = len(tokens) - 2
 
-        def change(rows: Sequence[Sequence[int]], rate: float) -> float:
-            before = _logprobs(client, row, timeout)[target]
-            data = [_datum(of, target, before) for of in rows]
-            client.forward_backward(data, "importance_sampling").result(timeout)
+        def logprob() -> float:
+            output = client.forward([datum(row, weights=[1.0] * len(row[1:]))], "cross_entropy").result(timeout)
+            return cast(float, output.loss_fn_outputs[0]["logprobs"].data[target])
+
+        def change(rows: Sequence[Sequence[int]], rate: float, weight: float | None = None) -> float:
+            before = logprob()
+            given = {"logprobs": before, "advantages": 1.0} if weight is None else {"weights": weight}
+            data = [
+                datum(
+                    of, **{name: [value * (n == target) for n in range(len(of) - 1)] for name, value in given.items()}
+                )
+                for of in rows
+            ]
+            client.forward_backward(data, "importance_sampling" if weight is None else "cross_entropy").result(timeout)
             step = tinker.AdamParams(learning_rate=rate * _LINEAR, beta1=0.0, beta2=0.0, eps=_LINEAR)
             client.optim_step(step).result(timeout)
-            after = _logprobs(client, row, timeout)[target]
+            after = logprob()
             client.load_state_with_optimizer(start).result(timeout)
             return after - before
 
@@ -127,22 +154,13 @@ class Division:
                 raise EngineError("The service's steps change no log-probability: its division cannot be found out.")
             rate *= 8
         twice, with_tail = change([row, row], rate), change([longer], rate)
-        return cls(by_targets=with_tail < 0.75 * alone, by_rows=twice < 1.5 * alone)
+        by_targets = with_tail < 0.75 * alone
+        weighs = not by_targets and -0.75 * alone < change([row], rate, -0.5) < -0.25 * alone
+        return cls(by_targets, by_rows=twice < 1.5 * alone, weighs=weighs)
 
 
-def _logprobs(client: tinker.TrainingClient, tokens: Sequence[int], timeout: float) -> Sequence[float]:
-    [output] = client.forward([_datum(tokens, 0, 0.0)], "cross_entropy").result(timeout).loss_fn_outputs
-    return cast(Sequence[float], output["logprobs"].data)
-
-
-def _datum(tokens: Sequence[int], target: int, logprob: float) -> tinker.Datum:
-    """A row with the advantage 1 at one target."""
-    is_target = [n == target for n in range(len(tokens) - 1)]
-    return datum(tokens, [logprob * at for at in is_target], [float(at) for at in is_target])
-
-
-def datum(tokens: Sequence[int], logprobs: Sequence[float], advantages: Sequence[float]) -> tinker.Datum:
-    """A row for the loss `importance_sampling`, with one value for each token but the first."""
+def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> tinker.Datum:
+    """A row with a loss's inputs: one value for each token but the first, which the row predicts."""
 
     def tensor(values: Sequence[float], dtype: Literal["int64", "float32"]) -> tinker.TensorData:
         return tinker.TensorData(data=[*values], dtype=dtype, shape=[len(values)])
@@ -151,7 +169,11 @@ def datum(tokens: Sequence[int], logprobs: Sequence[float], advantages: Sequence
         model_input=tinker.ModelInput.from_ints([*tokens[:-1]]),
         loss_fn_inputs={
             "target_tokens": tensor(tokens[1:], "int64"),
-            "logprobs": tensor(logprobs, "float32"),
-            "advantages": tensor(advantages, "float32"),
+            **{name: tensor(values, "float32") for name, values in inputs.items()},
         },
     )
+
+
+def unique(policy: str, version: int) -> str:
+    """A name at the service; a version that is trained again after a resume has other weights."""
+    return f"agl-{policy}-{version}-{uuid.uuid4().hex[:8]}"
