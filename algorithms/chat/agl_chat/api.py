@@ -100,10 +100,7 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
 
 
 def serve_in_thread(app: Starlette, lost: Callable[[str], object]) -> str:
-    """Serve on a free port of this machine, until the process ends; returns the base URL, which ends in /v1.
-
-    `lost` gets the reason if the server ends: an engine is of no use without it.
-    """
+    """Serve on a free port of this machine; returns the base URL. `lost` gets the reason if the server ends."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
     listener = bind("127.0.0.1", 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig
 
 from agl_algorithms.policy_gradient import Algorithm
 from agl_chat.api import ModelServer, create_app, serve_in_thread
-from agl_chat.conversation import ChatText, load_text, tokenized
+from agl_chat.conversation import ChatText, keep_tokenizer_settings, load_text, load_tokenizer, tokenized
 from agl_core.errors import CheckpointError, EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
@@ -24,6 +25,7 @@ from agl_tinker.trainer import PolicyTrainer
 
 STATE = "tinker.json"
 """A policy's file in a checkpoint: where the service keeps it, and how far it was."""
+_log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -39,12 +41,13 @@ class TinkerServer:
     def __init__(self, host: Host[TinkerOptions]) -> None:
         options, context = host.options, host.context
         host.stage("asking the service")
-        self._service = Service(options)
+        self._service = Service(options, host.stage)
         plugins = Plugins.load(context.plugin_files)
         self._samplers = Samplers(self._service)
         self._trainers: dict[str, PolicyTrainer] = {}
         self._algorithms: dict[str, Algorithm] = {}
         self._texts: dict[str, ChatText] = {}
+        self._specs = context.policies
         chats, lengths, division = dict[str, ModelServer](), list[int](), None
         for seed, (name, spec) in enumerate(context.policies.items(), context.seed):
             host.stage(f"an adapter for '{name}'")
@@ -61,13 +64,15 @@ class TinkerServer:
             algorithm = self._algorithms[name] = build_algorithm(plugins, spec.algorithm, spec.algorithm_options)
             if algorithm.needs_entropy:
                 raise EngineError("A Tinker service tells no entropies: set [algorithm] entropy = 0.")
-            teacher = None if algorithm.teacher is None else self._service.sampler_of(algorithm.teacher)
+            teacher = (
+                self._service.sampler_of(algorithm.teacher) if algorithm.needs_scores and algorithm.teacher else None
+            )
             client = self._service.trains(spec, seed)
             if division is None:
                 host.stage("finding out how the service divides gradients")
                 with self._service.explained("making steps that are taken back"):
                     division = Division.probed(client, list(range(8, 16)), options.timeout)
-                logging.getLogger(__name__).info("The service's division: %s.", division)
+                _log.info("The service's division: %s.", division)
             self._trainers[name] = PolicyTrainer(
                 self._service,
                 client,
@@ -101,6 +106,28 @@ class TinkerServer:
             state = trainer.state(unique(name, trainer.version))
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / STATE).write_text(json.dumps(state))
+            self._export(name, folder / name / "model")
+
+    def _export(self, name: str, folder: Path) -> None:
+        """Write the adapter as peft loads it. The checkpoint is whole without: the service has the weights."""
+        trainer, spec = self._trainers[name], self._specs[name]
+        assert spec.lora is not None, "the run's side checks it"
+        try:
+            with self._service.explained("saving weights to download them"):
+                saved = trainer.client.save_weights_for_sampler(unique(name, trainer.version))
+                self._service.download(saved.result(self._service.options.timeout).path, folder)
+            file = folder / "adapter_config.json"
+            described = json.loads(file.read_text()) | {"base_model_name_or_path": spec.name or spec.model}
+            # skyrl-tx names no layers, and peft would take its own for the model.
+            described["target_modules"] = described.get("target_modules") or sorted(spec.lora.targets)
+            file.write_text(json.dumps(described, indent=2))
+            load_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code).save_pretrained(folder)
+            keep_tokenizer_settings(spec.model, folder)
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            _log.warning(
+                "%s is not written (%s). `tinker checkpoint download` gets it from the service.", folder, error
+            )
 
     def load(self, folder: Path) -> None:
         for name, trainer in self._trainers.items():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import tarfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal, cast
 
+import httpx
 import tinker
 
 from agl_algorithms.policy_gradient import Teacher
@@ -23,12 +28,15 @@ _LINEAR = 1e3
 """Adam's epsilon in a probe: beside it a gradient's own size is nothing, so that a step is linear in the gradient."""
 _SEEN = 0.02
 """The change of a log-probability that a probe has to make: larger than rounding, small enough to be linear."""
+_SILENCE, _LONGEST = 30.0, 300
+"""Seconds between two warnings of the client that are told, and characters of one."""
 
 
 class Service:
     """The service of the settings. EngineError if there is no key, or nothing answers."""
 
-    def __init__(self, options: TinkerOptions) -> None:
+    def __init__(self, options: TinkerOptions, tell: Callable[[str], None] = lambda waits_for: None) -> None:
+        """`tell` gets what is waited for, if it takes long: the client tries again by itself, for minutes."""
         self.options = options
         self.place = options.base_url or "Tinker"
         key = os.environ.get(options.api_key_env)
@@ -37,6 +45,7 @@ class Service:
                 f"The environment variable {options.api_key_env} has no key for {self.place}. Set it, or name another "
                 f"in engine.tinker.api_key_env."
             )
+        logging.getLogger("tinker").addHandler(_Telling(tell))
         with self.explained("asked for its models"):
             self.client = tinker.ServiceClient(api_key=key, base_url=options.base_url)
             self.client.get_server_capabilities()
@@ -67,40 +76,58 @@ class Service:
         """A model of the service that is not trained, by its name or by the `tinker://` path of saved weights."""
         if teacher.model is not None:
             raise ConfigError(
-                f"The teacher of a policy at {self.place} is one of its models, and {teacher.place} is another server. "
-                f"Set algorithm.teacher to a model's name there, or to a tinker:// path, and leave teacher_model out."
+                f"A teacher is a model of {self.place}, and {teacher.place} is another server. Set 'teacher' to a name "
+                f"there or a tinker:// path, and leave 'teacher_model' out."
             )
         with self.explained(f"asked for the teacher {teacher.place!r}"):
             if teacher.place.startswith("tinker://"):
                 return self.client.create_sampling_client(model_path=teacher.place)
             return self.client.create_sampling_client(base_model=teacher.place)
 
+    def download(self, path: str, folder: Path) -> None:
+        """Unpack saved sampler weights into a new folder."""
+        run, _, checkpoint = path.removeprefix("tinker://").partition("/")  # skyrl-tx's have no `sampler_weights/`.
+        archive = self.client.create_rest_client().get_checkpoint_archive_url(run, checkpoint)
+        url = archive.result(self.options.timeout).url
+        with httpx.stream("GET", url, timeout=60.0, follow_redirects=True) as reply, TemporaryFile() as file:
+            for part in reply.raise_for_status().iter_bytes():
+                file.write(part)
+            file.seek(0)
+            with tarfile.open(fileobj=file) as packed:
+                packed.extractall(folder, filter="data")
+
     @contextmanager
     def explained(self, when: str) -> Iterator[None]:
         """EngineError with a sentence for an error of the service, or of the way to it."""
-        options = self.options
         try:
             yield
-        except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
-            raise EngineError(
-                f"{self.place} refuses the key in {options.api_key_env}, {when}: {_said(error)}"
-            ) from error
-        except tinker.RateLimitError as error:
-            raise EngineError(
-                f"{self.place} gives no more for now, {when}: {_said(error)} Look at the quota."
-            ) from error
         except (tinker.APIConnectionError, TimeoutError) as error:
             raise EngineError(
                 f"{self.place} does not answer, {when} ({type(error).__name__}). Look at engine.tinker.base_url and at "
                 f"the network; the run resumes from its last checkpoint."
             ) from error
         except (tinker.TinkerError, ValueError) as error:  # The client's own for a request that failed.
-            raise EngineError(f"{self.place} failed, {when}: {_said(error)}") from error
+            cause = error.__cause__ if isinstance(error.__cause__, tinker.APIStatusError) else error
+            status, remedy = getattr(cause, "status_code", 0), ""
+            if status in (401, 403):
+                remedy = f" Look at the key in {self.options.api_key_env}."
+            elif status in (402, 429):
+                remedy = " Look at the quota, and at what is paid."
+            text = str(cause).strip().removesuffix(".")
+            raise EngineError(f"{self.place} {'refused' if remedy else 'failed'}, {when}: {text}.{remedy}") from error
 
 
-def _said(error: Exception) -> str:
-    text = str(error).strip()
-    return text if text.endswith(".") else f"{text}."
+class _Telling(logging.Handler):
+    """Tells what the client warns of, once in a while: a job that is paused, and why; a service out of reach."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell, self._told = tell, 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.created > self._told + _SILENCE:
+            self._told = record.created
+            self._tell(record.getMessage()[:_LONGEST])
 
 
 @dataclass(frozen=True)
@@ -110,8 +137,7 @@ class Division:
     by_targets: bool
     by_rows: bool
     weighs: bool
-    """The loss `cross_entropy` is the sum of weight · −log π, divided in the same way; skyrl-tx divides it by the sum
-    of the weights."""
+    """The loss `cross_entropy` is the sum of weight · −log π; skyrl-tx divides it by the sum of the weights."""
 
     def undone(self, targets: int, rows: int) -> float:
         """The factor for a row of so many targets in a step of so many rows."""
@@ -125,8 +151,7 @@ class Division:
         log-probability, if it is small.
         """
         start = client.save_state("probe").result(timeout).path
-        row, longer = [*tokens], [*tokens, *tokens]
-        target = len(tokens) - 2
+        row, longer, target = [*tokens], [*tokens, *tokens], len(tokens) - 2
 
         def logprob() -> float:
             output = client.forward([datum(row, weights=[1.0] * len(row[1:]))], "cross_entropy").result(timeout)

@@ -10,15 +10,16 @@ known before, and `cross_entropy` has it as its weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tinker
 import torch
 from numpy.typing import NDArray
-from tinker.types import LossFnType
+from tinker.types import ForwardBackwardOutput
 from torch import Tensor
 
 from agl_algorithms.policy_gradient import Algorithm, Logprobs
@@ -46,6 +47,12 @@ class Row:
     def datum(self, **inputs_R: Tensor) -> tinker.Datum:
         """The row with a loss's inputs, which are 0 at what is no response."""
         return datum(self.tokens, **{name: self._spread(values_R) for name, values_R in inputs_R.items()})
+
+    def gather(self, values: Sequence[float | None], into_R: Tensor) -> None:
+        """Put what the service computed for each target to its place."""
+        known = self.places >= 0
+        computed = torch.tensor([value or 0.0 for value in values], dtype=into_R.dtype)
+        into_R[self.places[known]] = computed[: len(known)][known]
 
     def _spread(self, values_R: Tensor) -> list[float]:
         values: list[float] = torch.where(self.places < 0, 0.0, values_R[self.places].to(torch.float32)).tolist()
@@ -96,7 +103,8 @@ class PolicyTrainer:
             teacher_R = None if self._teacher is None else self._frozen_logprobs(self._teacher, rows, unknown_R)
             logprobs = Logprobs(old_R, old_R, old_R, reference_R, teacher_R=teacher_R)
             prepared, rescored = prepared.rescored(algorithm, logprobs)
-        loss = TokenLoss(algorithm, prepared, reference_R)
+        gap = 0 if algorithm.epochs == algorithm.minibatches == 1 else 1
+        recorded_R, is_gated = samples.behaviour_R.nan_to_num(nan=-1.0), gap and algorithm.target_kl is not None
         steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self._seed, self.version])
         steps *= algorithm.epochs
         sums: dict[str, float] = {}
@@ -105,16 +113,18 @@ class PolicyTrainer:
             weights_R = prepared.step_weights(prepared.weights_R, [chosen])
             of_step = self._rows(prepared.batch, chosen)
             tokens_R = torch.isin(samples.transition_R, torch.from_numpy(chosen))
-            constant_R = None
-            if needs_old and not applied:
-                current_R = old_R  # No step has been made since.
-            elif self._division.weighs and (constant_R := loss.constant_gradient(tokens_R, weights_R)) is not None:
-                current_R = self._backward(of_step, constant_R)
-            else:
-                current_R = self._forward(of_step, unknown_R)
+            gradient = partial(_gradient, algorithm, prepared, reference_R, tokens_R, weights_R)
+            current_R, constant_R = old_R, None
+            if applied or not needs_old:  # Otherwise nothing has changed since.
+                if self._division.weighs and not is_gated:
+                    constant_R = _constant(gradient, recorded_R, gap)
+                if constant_R is None:
+                    current_R = self._forward(of_step, unknown_R)
+                else:
+                    current_R = self._backward(of_step, constant_R)
             if number == 0 and not needs_old:
                 old_R = current_R
-            gradient_R, measured = loss.gradient(tokens_R, weights_R, current_R, old_R)
+            gradient_R, measured = gradient(current_R, old_R)
             kl = measured.get("kl_old", 0.0) / (float(weights_R[tokens_R].sum()) or 1.0)
             if algorithm.target_kl is not None and kl > algorithm.target_kl:
                 stopped = len(steps) - number
@@ -157,36 +167,38 @@ class PolicyTrainer:
         """[R] log-probabilities under the current weights, where these rows have tokens; 0 elsewhere."""
         if not rows:
             return torch.zeros_like(like_R)
-        ones_R = torch.ones_like(like_R)
-        with self._service.explained("computing log-probabilities"):
-            sent = self.client.forward([row.datum(weights=ones_R) for row in rows], "cross_entropy")
-            output = sent.result(self._service.options.timeout)
         self.tokens_scored += sum(len(row.tokens) for row in rows)
-        return _gathered(rows, [of_row["logprobs"].data for of_row in output.loss_fn_outputs], like_R)
-
-    def _frozen_logprobs(self, model: tinker.SamplingClient, rows: Sequence[Row], like_R: Tensor) -> Tensor:
-        """The same under a model that is not trained."""
-        with self._service.explained("asked for the log-probabilities of a model that is not trained"):
-            asked = [model.compute_logprobs(tinker.ModelInput.from_ints(row.tokens)) for row in rows]
-            replies = [future.result(self._service.options.timeout) for future in asked]
-        self.tokens_scored += sum(len(row.tokens) for row in rows)
-        # The first token has none; not every service says so.
-        values = [reply[1 - len(row.tokens) :] for row, reply in zip(rows, replies, strict=True)]
-        return _gathered(rows, [[value or 0.0 for value in of_row] for of_row in values], like_R)
+        data = [row.datum(weights=torch.ones_like(like_R)) for row in rows]
+        return self._computed(rows, self.client.forward(data, "cross_entropy"), like_R)
 
     def _backward(self, rows: Sequence[Row], gradient_R: Tensor, at_R: Tensor | None = None) -> Tensor:
-        """Add a gradient at the service: one that these log-probabilities have, or any; returns them, as `_forward`."""
-
-        def as_sent(row: Row) -> tinker.Datum:
-            descent_R = gradient_R * -self._division.undone(len(row.tokens) - 1, len(rows))
-            return row.datum(weights=descent_R) if at_R is None else row.datum(logprobs=at_R, advantages=descent_R)
-
-        loss_fn: LossFnType = "cross_entropy" if at_R is None else "importance_sampling"
-        with self._service.explained("computing a gradient"):
-            sent = self.client.forward_backward([as_sent(row) for row in rows], loss_fn)
-            output = sent.result(self._service.options.timeout)
+        """Send the gradient of these log-probabilities, or None: of any; returns them as `_forward` does."""
         self.tokens_trained += sum(len(row.tokens) for row in rows)
-        return _gathered(rows, [of_row["logprobs"].data for of_row in output.loss_fn_outputs], gradient_R)
+        data = []
+        for row in rows:
+            descent_R = gradient_R * -self._division.undone(len(row.tokens) - 1, len(rows))
+            inputs_R = {"weights": descent_R} if at_R is None else {"logprobs": at_R, "advantages": descent_R}
+            data.append(row.datum(**inputs_R))
+        sent = self.client.forward_backward(data, "cross_entropy" if at_R is None else "importance_sampling")
+        return self._computed(rows, sent, gradient_R)
+
+    def _computed(self, rows: Sequence[Row], sent: tinker.APIFuture[ForwardBackwardOutput], like_R: Tensor) -> Tensor:
+        logprobs_R = torch.zeros_like(like_R)
+        with self._service.explained("computing log-probabilities"):
+            output = sent.result(self._service.options.timeout)
+        for row, of_row in zip(rows, output.loss_fn_outputs, strict=True):
+            row.gather(of_row["logprobs"].data, logprobs_R)
+        return logprobs_R
+
+    def _frozen_logprobs(self, model: tinker.SamplingClient, rows: Sequence[Row], like_R: Tensor) -> Tensor:
+        """As `_forward`, under a model that is not trained."""
+        logprobs_R = torch.zeros_like(like_R)
+        with self._service.explained("asked for the log-probabilities of another model"):
+            asked = [model.compute_logprobs(tinker.ModelInput.from_ints(row.tokens)) for row in rows]
+            for row, future in zip(rows, asked, strict=True):
+                # The first token has none; not every service says so.
+                row.gather(future.result(self._service.options.timeout)[1 - len(row.tokens) :], logprobs_R)
+        return logprobs_R
 
     def _step(self, training_step: int) -> float:
         """One optimizer step; returns its size."""
@@ -230,67 +242,49 @@ class PolicyTrainer:
         self.version, self.optimizer_steps = state["version"], state["optimizer_steps"]
 
 
-@dataclass(frozen=True)
-class TokenLoss:
-    """The algorithm's loss as a function of the tokens' log-probabilities."""
-
-    algorithm: Algorithm
-    prepared: PreparedBatch
-    reference_R: Tensor | None
-
-    def gradient(
-        self, tokens_R: Tensor, weights_R: Tensor, current_R: Tensor, old_R: Tensor
-    ) -> tuple[Tensor | None, dict[str, float]]:
-        """[R] a step's derivatives by each log-probability, 0 at other tokens, or None if not finite; and metrics."""
-        samples = self.prepared.samples
-        leaf_r = current_R[tokens_R].detach().requires_grad_()
-        old_r, behaviour_r = old_R[tokens_R], samples.behaviour_R[tokens_R]
-        part = replace(
-            samples,
-            transition_R=samples.transition_R[tokens_R],
-            mask_R=samples.mask_R[tokens_R],
-            behaviour_R=behaviour_r,
-        )
-        logprobs = Logprobs(
-            current_R=leaf_r,
-            old_R=old_r,
-            behaviour_R=torch.where(behaviour_r.isnan(), old_r, behaviour_r),
-            reference_R=None if self.reference_R is None else self.reference_R[tokens_R],
-        )
-        advantages_r = self.prepared.advantages_R[tokens_R]
-        loss, measured = self.algorithm.loss(part, logprobs, advantages_r, weights_R[tokens_R])
-        [gradient_r] = torch.autograd.grad(loss, [leaf_r])
-        metrics = {"loss": float(loss.detach())} | {name: float(value.detach()) for name, value in measured.items()}
-        if not (torch.isfinite(loss) and torch.isfinite(gradient_r).all()):
-            return None, metrics
-        gradient_R = torch.zeros_like(current_R)
-        gradient_R[tokens_R] = gradient_r.to(current_R.dtype)
-        return gradient_R, metrics
-
-    def constant_gradient(self, tokens_R: Tensor, weights_R: Tensor) -> Tensor | None:
-        """[R] the gradient if it is the same at all log-probabilities that the steps of an update can have, else None.
-
-        It is compared at two points: at what was recorded, where all ratios are 1, and below. In a single step old and
-        current log-probabilities are the same, in several ones they differ.
-        """
-        algorithm = self.algorithm
-        is_single = algorithm.epochs == algorithm.minibatches == 1
-        if algorithm.target_kl is not None and not is_single:
-            return None  # The step may be left out, once its log-probabilities are known.
-        recorded_R = self.prepared.samples.behaviour_R.nan_to_num(nan=-1.0)
-        here_R, _ = self.gradient(tokens_R, weights_R, recorded_R, recorded_R)
-        below_R, _ = self.gradient(tokens_R, weights_R, recorded_R - 1, recorded_R - (1 if is_single else 2))
-        is_same = here_R is not None and below_R is not None and torch.equal(here_R, below_R)
-        return here_R if is_same else None
+def _gradient(
+    algorithm: Algorithm,
+    prepared: PreparedBatch,
+    reference_R: Tensor | None,
+    tokens_R: Tensor,
+    weights_R: Tensor,
+    current_R: Tensor,
+    old_R: Tensor,
+) -> tuple[Tensor | None, dict[str, float]]:
+    """[R] the gradient of the step's loss with respect to each log-probability, 0 elsewhere; None if not finite."""
+    samples = prepared.samples
+    leaf_r = current_R[tokens_R].detach().requires_grad_()
+    old_r, behaviour_r = old_R[tokens_R], samples.behaviour_R[tokens_R]
+    part = replace(
+        samples,
+        transition_R=samples.transition_R[tokens_R],
+        mask_R=samples.mask_R[tokens_R],
+        behaviour_R=behaviour_r,
+    )
+    logprobs = Logprobs(
+        current_R=leaf_r,
+        old_R=old_r,
+        behaviour_R=torch.where(behaviour_r.isnan(), old_r, behaviour_r),
+        reference_R=None if reference_R is None else reference_R[tokens_R],
+    )
+    loss, measured = algorithm.loss(part, logprobs, prepared.advantages_R[tokens_R], weights_R[tokens_R])
+    [gradient_r] = torch.autograd.grad(loss, [leaf_r])
+    metrics = {"loss": float(loss.detach())} | {name: float(value.detach()) for name, value in measured.items()}
+    if not (torch.isfinite(loss) and torch.isfinite(gradient_r).all()):
+        return None, metrics
+    gradient_R = torch.zeros_like(current_R)
+    gradient_R[tokens_R] = gradient_r.to(current_R.dtype)
+    return gradient_R, metrics
 
 
-def _gathered(rows: Sequence[Row], values: Sequence[Sequence[float]], like_R: Tensor) -> Tensor:
-    """[R] what the service computed for each row's targets, 0 elsewhere."""
-    values_R = torch.zeros_like(like_R)
-    for row, of_row in zip(rows, values, strict=True):
-        known = row.places >= 0
-        values_R[row.places[known]] = torch.tensor(of_row, dtype=like_R.dtype)[: len(known)][known]
-    return values_R
+def _constant(gradient: Callable[[Tensor, Tensor], tuple[Tensor | None, Any]], at_R: Tensor, gap: int) -> Tensor | None:
+    """[R] a gradient that is the same at all log-probabilities; None if there is no such.
+
+    It is compared at two points: where all ratios are 1, and below. In a single step current log-probabilities are the
+    old ones, later there is a gap.
+    """
+    here_R, below_R = gradient(at_R, at_R)[0], gradient(at_R - 1, at_R - 1 - gap)[0]
+    return here_R if here_R is not None and below_R is not None and torch.equal(here_R, below_R) else None
 
 
 def _check_temperature(prepared: PreparedBatch) -> None:
