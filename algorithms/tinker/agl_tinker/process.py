@@ -64,9 +64,8 @@ class TinkerServer:
             algorithm = self._algorithms[name] = build_algorithm(plugins, spec.algorithm, spec.algorithm_options)
             if algorithm.needs_entropy:
                 raise EngineError("A Tinker service tells no entropies: set [algorithm] entropy = 0.")
-            teacher = (
-                self._service.sampler_of(algorithm.teacher) if algorithm.needs_scores and algorithm.teacher else None
-            )
+            learns_from = algorithm.teacher if algorithm.needs_scores else None
+            teacher = None if learns_from is None else self._service.sampler_of(learns_from)
             client = self._service.trains(spec, seed)
             if division is None:
                 host.stage("finding out how the service divides gradients")

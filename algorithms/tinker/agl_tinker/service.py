@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import tarfile
@@ -10,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, Literal, cast
 
 import httpx
@@ -89,12 +89,9 @@ class Service:
         run, _, checkpoint = path.removeprefix("tinker://").partition("/")  # skyrl-tx's have no `sampler_weights/`.
         archive = self.client.create_rest_client().get_checkpoint_archive_url(run, checkpoint)
         url = archive.result(self.options.timeout).url
-        with httpx.stream("GET", url, timeout=60.0, follow_redirects=True) as reply, TemporaryFile() as file:
-            for part in reply.raise_for_status().iter_bytes():
-                file.write(part)
-            file.seek(0)
-            with tarfile.open(fileobj=file) as packed:
-                packed.extractall(folder, filter="data")
+        packed = httpx.get(url, timeout=self.options.timeout, follow_redirects=True).raise_for_status().content
+        with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+            files.extractall(folder, filter="data")
 
     @contextmanager
     def explained(self, when: str) -> Iterator[None]:
@@ -108,11 +105,9 @@ class Service:
             ) from error
         except (tinker.TinkerError, ValueError) as error:  # The client's own for a request that failed.
             cause = error.__cause__ if isinstance(error.__cause__, tinker.APIStatusError) else error
-            status, remedy = getattr(cause, "status_code", 0), ""
-            if status in (401, 403):
-                remedy = f" Look at the key in {self.options.api_key_env}."
-            elif status in (402, 429):
-                remedy = " Look at the quota, and at what is paid."
+            key = f" Look at the key in {self.options.api_key_env}."
+            quota = " Look at the quota, and at what is paid."
+            remedy = {401: key, 402: quota, 403: key, 429: quota}.get(getattr(cause, "status_code", 0), "")
             text = str(cause).strip().removesuffix(".")
             raise EngineError(f"{self.place} {'refused' if remedy else 'failed'}, {when}: {text}.{remedy}") from error
 

@@ -130,10 +130,11 @@ class PolicyTrainer:
                 stopped = len(steps) - number
                 break
             progress((number + 0.5) / len(steps))
+            if constant_R is not None and (gradient_R is None or not torch.equal(gradient_R, constant_R)):
+                self._renew()
+                constant_R = None
             if gradient_R is None:
                 skipped += 1
-                if constant_R is not None:
-                    self._renew()
                 continue
             if constant_R is None:
                 self._backward(of_step, gradient_R, current_R)
@@ -225,7 +226,7 @@ class PolicyTrainer:
         return rate
 
     def _renew(self) -> None:
-        """A new adapter with the same weights and optimizer, without the gradient that the old one has."""
+        """A new adapter with the same weights and optimizer, without the wrong gradient that the old one has."""
         state = self.state(unique("renewed", self.version))
         self.client = self._service.trains(self._spec, self._seed)
         self.restore(state)
@@ -278,7 +279,7 @@ def _gradient(
 
 
 def _constant(gradient: Callable[[Tensor, Tensor], tuple[Tensor | None, Any]], at_R: Tensor, gap: int) -> Tensor | None:
-    """[R] a gradient that is the same at all log-probabilities; None if there is no such.
+    """[R] a gradient that seems to be the same at all log-probabilities; None if there is no such.
 
     It is compared at two points: where all ratios are 1, and below. In a single step current log-probabilities are the
     old ones, later there is a gap.

@@ -37,6 +37,12 @@ class Bigrams:
         self.broken = False
         """It computes what is no number."""
 
+    def renewed(self, spec: Any, seed: int) -> Bigrams:
+        """A new client, which can load what this one saved."""
+        client = Bigrams(by_targets=self._by_targets, by_rows=self._by_rows)
+        client.saved = self.saved
+        return client
+
     def logprobs(self, datum: tinker.Datum) -> torch.Tensor:
         targets = torch.tensor(datum.loss_fn_inputs["target_tokens"].data)
         before = torch.tensor(datum.model_input.to_ints())

@@ -169,13 +169,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_leaves_nothing_behind(divisio
     algorithm = build_algorithm(Plugins.load(), "grpo", {})
     broken, oracle = (Bigrams(by_targets=division.by_targets, by_rows=division.by_rows) for _ in range(2))
     broken.broken = True
-
-    def renewed(spec: PolicySpec, seed: int) -> Bigrams:
-        client = Bigrams()
-        client.saved = broken.saved
-        return client
-
-    ours, theirs = trainer(broken, division, trains=renewed), trainer(oracle, division)
+    ours, theirs = trainer(broken, division, trains=broken.renewed), trainer(oracle, division)
     skipped = ours.update(batch(), algorithm, lambda share: None)
     assert set(skipped.dropped) == {DropReason.NON_FINITE}
     broken.broken = False
@@ -183,6 +177,19 @@ def test_a_step_that_is_not_finite_is_left_out_and_leaves_nothing_behind(divisio
     theirs.update(batch(), algorithm, lambda share: None)
     client: Any = ours.client
     torch.testing.assert_close(client.logits, oracle.logits, rtol=0, atol=0)
+
+
+def test_a_gradient_that_only_seems_constant_is_replaced() -> None:
+    """Neither the ratio 1 nor that of the other point is between floor and cap; those of some tokens are."""
+    algorithm = build_algorithm(Plugins.load(), "grpo", {"importance_cap": 0.3, "importance_floor": 0.01})
+    service, oracle = Bigrams(), Bigrams()
+    ours = trainer(service, SUM, trains=service.renewed)
+    ours.update(batch(), algorithm, lambda share: None)
+    by_torch(batch(), algorithm, oracle)
+    client: Any = ours.client
+    assert (service.passes, client.passes) == (["cross_entropy"], ["importance_sampling"])
+    assert not torch.equal(oracle.logits, Bigrams().logits)
+    torch.testing.assert_close(client.logits, oracle.logits, rtol=0, atol=2e-6)
 
 
 def test_what_it_cannot_train_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
