@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from urllib.parse import quote
 
 import numpy as np
 import orjson
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -35,7 +37,7 @@ from agl_core.apis.errors import ENGINE_FAILED, ApiError, openai_problem
 from agl_core.capture.requests import HEADER_IGNORED, HEADER_MOVED, HEADER_POLICY, HEADER_ROLLOUT
 from agl_core.errors import AglError, nearest
 from agl_core.types import FinishReason
-from agl_server.http.listening import error_response, json_response, unless_gone
+from agl_server.http.listening import bind, error_response, json_response, unless_gone, url_of
 
 Result = TypeVar("Result")
 CHAT_COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
@@ -95,6 +97,21 @@ def create_app(models: Mapping[str, ModelServer], backend: Backend, *, api_key: 
     routes = [Route(CHAT_COMPLETIONS, chat_completions, methods=["POST"]), Route(MODELS, list_models)]
     errors = AglError, RecursionError, ClientDisconnect, Exception  # Starlette logs a traceback of the last alone.
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, refuse))
+
+
+def serve_in_thread(app: Starlette, lost: Callable[[str], object]) -> str:
+    """Serve on a free port of this machine; returns the base URL. `lost` gets the reason if the server ends."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+    listener = bind("127.0.0.1", 0)
+
+    def serve() -> None:
+        try:
+            asyncio.run(server.serve(sockets=[listener]))
+        finally:
+            lost("The engine's HTTP server ended.")
+
+    threading.Thread(target=serve, name="agl-http", daemon=True).start()
+    return f"{url_of(*listener.getsockname())}/v1"
 
 
 async def _in_time(work: Callable[[], Result], size: int) -> Result:

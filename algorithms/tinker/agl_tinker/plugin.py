@@ -74,5 +74,7 @@ def register_components(register: Register) -> None:
         Capability.RECORDED_TEXTS,
         Capability.RESCORE,
         Capability.TARGET_KL,
+        Capability.TEACHER,
     }
-    register(kinds.ENGINE, "tinker", TinkerEngine, options=TinkerOptions, provides=provides)
+    needs = {Capability.UNIT_TEMPERATURE}
+    register(kinds.ENGINE, "tinker", TinkerEngine, options=TinkerOptions, provides=provides, needs=needs)

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import threading
-import uuid
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import uvicorn
 from transformers import AutoConfig
 
 from agl_algorithms.policy_gradient import Algorithm
-from agl_chat.api import ModelServer, create_app
-from agl_chat.conversation import ChatText, load_text, tokenized
+from agl_chat.api import ModelServer, create_app, serve_in_thread
+from agl_chat.conversation import ChatText, keep_tokenizer_settings, load_text, load_tokenizer, tokenized
 from agl_core.errors import CheckpointError, EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch, Call
 from agl_server.engines.child import Host, build_algorithm
-from agl_server.http.listening import bind
 from agl_tinker.plugin import TinkerOptions
 from agl_tinker.sampling import Samplers, Served
-from agl_tinker.service import Division, Service
+from agl_tinker.service import Division, Service, unique
 from agl_tinker.trainer import PolicyTrainer
 
 STATE = "tinker.json"
 """A policy's file in a checkpoint: where the service keeps it, and how far it was."""
+_log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -44,12 +41,13 @@ class TinkerServer:
     def __init__(self, host: Host[TinkerOptions]) -> None:
         options, context = host.options, host.context
         host.stage("asking the service")
-        self._service = Service(options)
+        self._service = Service(options, host.stage)
         plugins = Plugins.load(context.plugin_files)
         self._samplers = Samplers(self._service)
         self._trainers: dict[str, PolicyTrainer] = {}
         self._algorithms: dict[str, Algorithm] = {}
         self._texts: dict[str, ChatText] = {}
+        self._specs = context.policies
         chats, lengths, division = dict[str, ModelServer](), list[int](), None
         for seed, (name, spec) in enumerate(context.policies.items(), context.seed):
             host.stage(f"an adapter for '{name}'")
@@ -63,21 +61,24 @@ class TinkerServer:
             if not spec.algorithm:
                 self._samplers.served[name] = Served(spec.version, base, frozenset(text.eos_ids))
                 continue
+            algorithm = self._algorithms[name] = build_algorithm(plugins, spec.algorithm, spec.algorithm_options)
+            if algorithm.needs_entropy:
+                raise EngineError("A Tinker service tells no entropies: set [algorithm] entropy = 0.")
+            learns_from = algorithm.teacher if algorithm.needs_scores else None
+            teacher = None if learns_from is None else self._service.sampler_of(learns_from)
             client = self._service.trains(spec, seed)
             if division is None:
                 host.stage("finding out how the service divides gradients")
                 with self._service.explained("making steps that are taken back"):
                     division = Division.probed(client, list(range(8, 16)), options.timeout)
-                logging.getLogger(__name__).info("The service's division: %s.", division)
-            self._algorithms[name] = build_algorithm(plugins, spec.algorithm, spec.algorithm_options)
-            if self._algorithms[name].needs_entropy:
-                raise EngineError("A Tinker service tells no entropies: set [algorithm] entropy = 0.")
+                _log.info("The service's division: %s.", division)
             self._trainers[name] = PolicyTrainer(
                 self._service,
                 client,
-                spec.optimizer,
+                spec,
                 division,
                 reference=base,
+                teacher=teacher,
                 context_length=length,
                 vocabulary=config.get_text_config().vocab_size,
                 seed=seed,
@@ -85,18 +86,7 @@ class TinkerServer:
             )
             self._serve_version(name)
         self.context_length = min(lengths)
-        app = create_app(chats, self._samplers, api_key=context.api_key)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
-        listener = bind("127.0.0.1", 0)
-        self.urls = (f"http://127.0.0.1:{listener.getsockname()[1]}/v1",)
-
-        def serve() -> None:
-            try:
-                asyncio.run(server.serve(sockets=[listener]))
-            finally:
-                host.lost("The engine's HTTP server ended.")
-
-        threading.Thread(target=serve, name="agl-http", daemon=True).start()
+        self.urls = (serve_in_thread(create_app(chats, self._samplers, api_key=context.api_key), host.lost),)
 
     def update(self, policy: str, batch: Batch, progress: Progress) -> UpdateResult:
         trainer = self._trainer(policy)
@@ -112,9 +102,31 @@ class TinkerServer:
 
     def save(self, folder: Path) -> None:
         for name, trainer in self._trainers.items():
-            state = trainer.state(_unique(name, trainer.version))
+            state = trainer.state(unique(name, trainer.version))
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / STATE).write_text(json.dumps(state))
+            self._export(name, folder / name / "model")
+
+    def _export(self, name: str, folder: Path) -> None:
+        """Write the adapter as peft loads it. The checkpoint is whole without: the service has the weights."""
+        trainer, spec = self._trainers[name], self._specs[name]
+        assert spec.lora is not None, "the run's side checks it"
+        try:
+            with self._service.explained("saving weights to download them"):
+                saved = trainer.client.save_weights_for_sampler(unique(name, trainer.version))
+                self._service.download(saved.result(self._service.options.timeout).path, folder)
+            file = folder / "adapter_config.json"
+            described = json.loads(file.read_text()) | {"base_model_name_or_path": spec.name or spec.model}
+            # skyrl-tx names no layers, and peft would take its own for the model.
+            described["target_modules"] = described.get("target_modules") or sorted(spec.lora.targets)
+            file.write_text(json.dumps(described, indent=2))
+            load_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code).save_pretrained(folder)
+            keep_tokenizer_settings(spec.model, folder)
+        except Exception as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            _log.warning(
+                "%s is not written (%s). `tinker checkpoint download` gets it from the service.", folder, error
+            )
 
     def load(self, folder: Path) -> None:
         for name, trainer in self._trainers.items():
@@ -136,18 +148,13 @@ class TinkerServer:
     def _serve_version(self, name: str) -> None:
         trainer = self._trainers[name]
         with self._service.explained("saving weights for the sampler"):
-            sampler = trainer.client.save_weights_and_get_sampling_client(name=_unique(name, trainer.version))
+            sampler = trainer.client.save_weights_and_get_sampling_client(name=unique(name, trainer.version))
         self._samplers.served[name] = Served(trainer.version, sampler, frozenset(self._texts[name].eos_ids))
 
     def _trainer(self, name: str) -> PolicyTrainer:
         if name not in self._trainers:
             raise EngineError(f"There is no policy '{name}' that is trained. {nearest(name, self._trainers)}")
         return self._trainers[name]
-
-
-def _unique(policy: str, version: int) -> str:
-    """A name at the service; a version that is trained again after a resume has other weights."""
-    return f"agl-{policy}-{version}-{uuid.uuid4().hex[:8]}"
 
 
 if __name__ == "__main__":

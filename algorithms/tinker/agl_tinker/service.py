@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
-from collections.abc import Iterator, Sequence
+import tarfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
+import httpx
 import tinker
 
+from agl_algorithms.policy_gradient import Teacher
 from agl_core.errors import ConfigError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_tinker.plugin import TinkerOptions
@@ -21,12 +28,15 @@ _LINEAR = 1e3
 """Adam's epsilon in a probe: beside it a gradient's own size is nothing, so that a step is linear in the gradient."""
 _SEEN = 0.02
 """The change of a log-probability that a probe has to make: larger than rounding, small enough to be linear."""
+_SILENCE, _LONGEST = 30.0, 300
+"""Seconds between two warnings of the client that are told, and characters of one."""
 
 
 class Service:
     """The service of the settings. EngineError if there is no key, or nothing answers."""
 
-    def __init__(self, options: TinkerOptions) -> None:
+    def __init__(self, options: TinkerOptions, tell: Callable[[str], None] = lambda waits_for: None) -> None:
+        """`tell` gets what is waited for, if it takes long: the client tries again by itself, for minutes."""
         self.options = options
         self.place = options.base_url or "Tinker"
         key = os.environ.get(options.api_key_env)
@@ -35,6 +45,7 @@ class Service:
                 f"The environment variable {options.api_key_env} has no key for {self.place}. Set it, or name another "
                 f"in engine.tinker.api_key_env."
             )
+        logging.getLogger("tinker").addHandler(_Telling(tell))
         with self.explained("asked for its models"):
             self.client = tinker.ServiceClient(api_key=key, base_url=options.base_url)
             self.client.get_server_capabilities()
@@ -61,32 +72,57 @@ class Service:
                 base_model=self.base_of(spec), rank=spec.lora.rank, seed=seed, **chosen
             )
 
+    def sampler_of(self, teacher: Teacher) -> tinker.SamplingClient:
+        """A model of the service that is not trained, by its name or by the `tinker://` path of saved weights."""
+        if teacher.model is not None:
+            raise ConfigError(
+                f"A teacher is a model of {self.place}, and {teacher.place} is another server. Set 'teacher' to a name "
+                f"there or a tinker:// path, and leave 'teacher_model' out."
+            )
+        with self.explained(f"asked for the teacher {teacher.place!r}"):
+            if teacher.place.startswith("tinker://"):
+                return self.client.create_sampling_client(model_path=teacher.place)
+            return self.client.create_sampling_client(base_model=teacher.place)
+
+    def download(self, path: str, folder: Path) -> None:
+        """Unpack saved sampler weights into a new folder."""
+        run, _, checkpoint = path.removeprefix("tinker://").partition("/")  # skyrl-tx's have no `sampler_weights/`.
+        archive = self.client.create_rest_client().get_checkpoint_archive_url(run, checkpoint)
+        url = archive.result(self.options.timeout).url
+        packed = httpx.get(url, timeout=self.options.timeout, follow_redirects=True).raise_for_status().content
+        with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+            files.extractall(folder, filter="data")
+
     @contextmanager
     def explained(self, when: str) -> Iterator[None]:
         """EngineError with a sentence for an error of the service, or of the way to it."""
-        options = self.options
         try:
             yield
-        except (tinker.AuthenticationError, tinker.PermissionDeniedError) as error:
-            raise EngineError(
-                f"{self.place} refuses the key in {options.api_key_env}, {when}: {_said(error)}"
-            ) from error
-        except tinker.RateLimitError as error:
-            raise EngineError(
-                f"{self.place} gives no more for now, {when}: {_said(error)} Look at the quota."
-            ) from error
         except (tinker.APIConnectionError, TimeoutError) as error:
             raise EngineError(
                 f"{self.place} does not answer, {when} ({type(error).__name__}). Look at engine.tinker.base_url and at "
                 f"the network; the run resumes from its last checkpoint."
             ) from error
         except (tinker.TinkerError, ValueError) as error:  # The client's own for a request that failed.
-            raise EngineError(f"{self.place} failed, {when}: {_said(error)}") from error
+            cause = error.__cause__ if isinstance(error.__cause__, tinker.APIStatusError) else error
+            key = f" Look at the key in {self.options.api_key_env}."
+            quota = " Look at the quota, and at what is paid."
+            remedy = {401: key, 402: quota, 403: key, 429: quota}.get(getattr(cause, "status_code", 0), "")
+            text = str(cause).strip().removesuffix(".")
+            raise EngineError(f"{self.place} {'refused' if remedy else 'failed'}, {when}: {text}.{remedy}") from error
 
 
-def _said(error: Exception) -> str:
-    text = str(error).strip()
-    return text if text.endswith(".") else f"{text}."
+class _Telling(logging.Handler):
+    """Tells what the client warns of, once in a while: a job that is paused, and why; a service out of reach."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell, self._told = tell, 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.created > self._told + _SILENCE:
+            self._told = record.created
+            self._tell(record.getMessage()[:_LONGEST])
 
 
 @dataclass(frozen=True)
@@ -95,6 +131,8 @@ class Division:
 
     by_targets: bool
     by_rows: bool
+    weighs: bool
+    """The loss `cross_entropy` is the sum of weight · −log π; skyrl-tx divides it by the sum of the weights."""
 
     def undone(self, targets: int, rows: int) -> float:
         """The factor for a row of so many targets in a step of so many rows."""
@@ -102,22 +140,31 @@ class Division:
 
     @classmethod
     def probed(cls, client: tinker.TrainingClient, tokens: Sequence[int], timeout: float) -> Division:
-        """Find it out by steps that are taken back: of a row, of the row twice, and of the row with a tail.
+        """Find it out by steps that are taken back: of a row, of the row twice, of the row with a tail, and weighted.
 
         A step of Adam without momentum and with a large epsilon is linear in the gradient, and so is the change of a
         log-probability, if it is small.
         """
         start = client.save_state("probe").result(timeout).path
-        row, longer = [*tokens], [*tokens, *tokens]
-        target = len(tokens) - 2
+        row, longer, target = [*tokens], [*tokens, *tokens], len(tokens) - 2
 
-        def change(rows: Sequence[Sequence[int]], rate: float) -> float:
-            before = _logprobs(client, row, timeout)[target]
-            data = [_datum(of, target, before) for of in rows]
-            client.forward_backward(data, "importance_sampling").result(timeout)
+        def logprob() -> float:
+            output = client.forward([datum(row, weights=[1.0] * len(row[1:]))], "cross_entropy").result(timeout)
+            return cast(float, output.loss_fn_outputs[0]["logprobs"].data[target])
+
+        def change(rows: Sequence[Sequence[int]], rate: float, weight: float | None = None) -> float:
+            before = logprob()
+            given = {"logprobs": before, "advantages": 1.0} if weight is None else {"weights": weight}
+            data = [
+                datum(
+                    of, **{name: [value * (n == target) for n in range(len(of) - 1)] for name, value in given.items()}
+                )
+                for of in rows
+            ]
+            client.forward_backward(data, "importance_sampling" if weight is None else "cross_entropy").result(timeout)
             step = tinker.AdamParams(learning_rate=rate * _LINEAR, beta1=0.0, beta2=0.0, eps=_LINEAR)
             client.optim_step(step).result(timeout)
-            after = _logprobs(client, row, timeout)[target]
+            after = logprob()
             client.load_state_with_optimizer(start).result(timeout)
             return after - before
 
@@ -127,22 +174,13 @@ class Division:
                 raise EngineError("The service's steps change no log-probability: its division cannot be found out.")
             rate *= 8
         twice, with_tail = change([row, row], rate), change([longer], rate)
-        return cls(by_targets=with_tail < 0.75 * alone, by_rows=twice < 1.5 * alone)
+        by_targets = with_tail < 0.75 * alone
+        weighs = not by_targets and -0.75 * alone < change([row], rate, -0.5) < -0.25 * alone
+        return cls(by_targets, by_rows=twice < 1.5 * alone, weighs=weighs)
 
 
-def _logprobs(client: tinker.TrainingClient, tokens: Sequence[int], timeout: float) -> Sequence[float]:
-    [output] = client.forward([_datum(tokens, 0, 0.0)], "cross_entropy").result(timeout).loss_fn_outputs
-    return cast(Sequence[float], output["logprobs"].data)
-
-
-def _datum(tokens: Sequence[int], target: int, logprob: float) -> tinker.Datum:
-    """A row with the advantage 1 at one target."""
-    is_target = [n == target for n in range(len(tokens) - 1)]
-    return datum(tokens, [logprob * at for at in is_target], [float(at) for at in is_target])
-
-
-def datum(tokens: Sequence[int], logprobs: Sequence[float], advantages: Sequence[float]) -> tinker.Datum:
-    """A row for the loss `importance_sampling`, with one value for each token but the first."""
+def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> tinker.Datum:
+    """A row with a loss's inputs: one value for each token but the first, which the row predicts."""
 
     def tensor(values: Sequence[float], dtype: Literal["int64", "float32"]) -> tinker.TensorData:
         return tinker.TensorData(data=[*values], dtype=dtype, shape=[len(values)])
@@ -151,7 +189,11 @@ def datum(tokens: Sequence[int], logprobs: Sequence[float], advantages: Sequence
         model_input=tinker.ModelInput.from_ints([*tokens[:-1]]),
         loss_fn_inputs={
             "target_tokens": tensor(tokens[1:], "int64"),
-            "logprobs": tensor(logprobs, "float32"),
-            "advantages": tensor(advantages, "float32"),
+            **{name: tensor(values, "float32") for name, values in inputs.items()},
         },
     )
+
+
+def unique(policy: str, version: int) -> str:
+    """A name at the service; a version that is trained again after a resume has other weights."""
+    return f"agl-{policy}-{version}-{uuid.uuid4().hex[:8]}"

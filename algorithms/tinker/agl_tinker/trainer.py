@@ -3,28 +3,33 @@
 An optimizer step takes two passes. `forward` gives each token's log-probability; the loss and its gradient with respect
 to these are computed here, by the very functions of the other engines; and a row's loss `importance_sampling`, at the
 log-probabilities that were just computed, has this gradient as its advantages: of -ratio · A at ratio 1 it is -A.
+
+One pass is enough where the gradient is the same at all log-probabilities, as with SFT and a single step of GRPO: it is
+known before, and `cross_entropy` has it as its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import tinker
 import torch
 from numpy.typing import NDArray
+from tinker.types import ForwardBackwardOutput
 from torch import Tensor
 
 from agl_algorithms.policy_gradient import Algorithm, Logprobs
 from agl_algorithms.prepared import Chain, PreparedBatch, lineages, minibatches, places_of, prepare, samples_of
-from agl_core.config.sections import OptimizerSection, rate_share, usual_learning_rate
+from agl_core.config.sections import rate_share, usual_learning_rate
 from agl_core.errors import EngineError
 from agl_core.learning.batch import filter_trainable
-from agl_core.protocols import Progress, ResponseScores, UpdateResult
+from agl_core.protocols import PolicySpec, Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch
-from agl_tinker.service import Division, Service, datum
+from agl_tinker.service import Division, Service, datum, unique
 
 
 class Row:
@@ -39,14 +44,15 @@ class Row:
         self.places = torch.from_numpy(targets)
         """[tokens - 1] the index in [R] of what each position predicts; -1 for what is no response."""
 
-    def datum(self, logprobs_R: Tensor, advantages_R: Tensor, scale: float) -> tinker.Datum:
-        """The row for the loss `importance_sampling`, whose gradient at ratio 1 is the advantages times `scale`."""
-        return datum(self.tokens, self._spread(logprobs_R), self._spread(advantages_R * scale))
+    def datum(self, **inputs_R: Tensor) -> tinker.Datum:
+        """The row with a loss's inputs, which are 0 at what is no response."""
+        return datum(self.tokens, **{name: self._spread(values_R) for name, values_R in inputs_R.items()})
 
-    def gather(self, values: Sequence[float], into_R: Tensor) -> None:
+    def gather(self, values: Sequence[float | None], into_R: Tensor) -> None:
         """Put what the service computed for each target to its place."""
         known = self.places >= 0
-        into_R[self.places[known]] = torch.tensor(values, dtype=into_R.dtype)[: len(known)][known]
+        computed = torch.tensor([value or 0.0 for value in values], dtype=into_R.dtype)
+        into_R[self.places[known]] = computed[: len(known)][known]
 
     def _spread(self, values_R: Tensor) -> list[float]:
         values: list[float] = torch.where(self.places < 0, 0.0, values_R[self.places].to(torch.float32)).tolist()
@@ -54,28 +60,31 @@ class Row:
 
 
 class PolicyTrainer:
-    """Updates one policy. `reference` samples from its base, with the log-probabilities of the initial weights."""
+    """Updates one policy. `reference` samples from its base, with the log-probabilities of the initial weights, and
+    `teacher` from the model that an algorithm may learn from."""
 
     def __init__(
         self,
         service: Service,
         client: tinker.TrainingClient,
-        settings: OptimizerSection,
+        spec: PolicySpec,
         division: Division,
         *,
         reference: tinker.SamplingClient,
+        teacher: tinker.SamplingClient | None = None,
         context_length: int,
         vocabulary: int,
         seed: int,
         steps: int,
     ) -> None:
+        settings = spec.optimizer
         if settings.learning_rate is None:
             rate = usual_learning_rate(None, adapter=True)
             settings = settings.model_copy(update={"learning_rate": rate})
         self.version = self.optimizer_steps = 0
         self.client = client
-        self._service, self._settings, self._division = service, settings, division
-        self._reference, self._seed, self._training_steps = reference, seed, steps
+        self._service, self._spec, self._settings, self._division = service, spec, settings, division
+        self._reference, self._teacher, self._seed, self._training_steps = reference, teacher, seed, steps
         self._limits = {"context_length": context_length, "vocabulary": vocabulary}
         self.tokens_trained = self.tokens_scored = 0
 
@@ -85,13 +94,17 @@ class PolicyTrainer:
         samples = samples_of(usable.batch)
         prepared = prepare(usable, samples, algorithm)
         _check_temperature(prepared)
-        once = algorithm.epochs == 1 and algorithm.minibatches == 1 and not algorithm.needs_scores
-        rows = self._rows(prepared.batch, prepared.trained)
-        reference_R = self._reference_logprobs(rows, samples.behaviour_R) if algorithm.needs_reference else None
-        old_R = torch.full_like(samples.behaviour_R, torch.nan) if once else self._forward(rows, samples.behaviour_R)
+        rows, unknown_R = self._rows(prepared.batch, prepared.trained), torch.full_like(samples.behaviour_R, torch.nan)
+        reference_R = self._frozen_logprobs(self._reference, rows, unknown_R) if algorithm.needs_reference else None
+        needs_old = algorithm.needs_scores or algorithm.minibatches > 1
+        old_R = self._forward(rows, unknown_R) if needs_old else unknown_R
         rescored: dict[str, float] = {}
         if algorithm.needs_scores and len(prepared.trained):
-            prepared, rescored = prepared.rescored(algorithm, Logprobs(old_R, old_R, old_R, reference_R))
+            teacher_R = None if self._teacher is None else self._frozen_logprobs(self._teacher, rows, unknown_R)
+            logprobs = Logprobs(old_R, old_R, old_R, reference_R, teacher_R=teacher_R)
+            prepared, rescored = prepared.rescored(algorithm, logprobs)
+        gap = 0 if algorithm.epochs == algorithm.minibatches == 1 else 1
+        recorded_R, is_gated = samples.behaviour_R.nan_to_num(nan=-1.0), gap and algorithm.target_kl is not None
         steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self._seed, self.version])
         steps *= algorithm.epochs
         sums: dict[str, float] = {}
@@ -99,20 +112,33 @@ class PolicyTrainer:
         for number, chosen in enumerate(steps):
             weights_R = prepared.step_weights(prepared.weights_R, [chosen])
             of_step = self._rows(prepared.batch, chosen)
-            current_R = self._forward(of_step, samples.behaviour_R)
-            if once:
-                old_R = current_R
             tokens_R = torch.isin(samples.transition_R, torch.from_numpy(chosen))
-            gradient_R, measured = _gradient(algorithm, prepared, tokens_R, current_R, old_R, reference_R, weights_R)
+            gradient = partial(_gradient, algorithm, prepared, reference_R, tokens_R, weights_R)
+            current_R, constant_R = old_R, None
+            if applied or not needs_old:  # Otherwise nothing has changed since.
+                if self._division.weighs and not is_gated:
+                    constant_R = _constant(gradient, recorded_R, gap)
+                if constant_R is None:
+                    current_R = self._forward(of_step, unknown_R)
+                else:
+                    current_R = self._backward(of_step, constant_R)
+            if number == 0 and not needs_old:
+                old_R = current_R
+            gradient_R, measured = gradient(current_R, old_R)
             kl = measured.get("kl_old", 0.0) / (float(weights_R[tokens_R].sum()) or 1.0)
             if algorithm.target_kl is not None and kl > algorithm.target_kl:
                 stopped = len(steps) - number
                 break
             progress((number + 0.5) / len(steps))
+            if constant_R is not None and (gradient_R is None or not torch.equal(gradient_R, constant_R)):
+                self._renew()
+                constant_R = None
             if gradient_R is None:
                 skipped += 1
                 continue
-            rate = self._step(of_step, current_R, gradient_R, batch.step)
+            if constant_R is None:
+                self._backward(of_step, gradient_R, current_R)
+            rate = self._step(batch.step)
             applied += 1
             weight += float(weights_R[tokens_R].sum())
             for name, value in measured.items():
@@ -140,31 +166,45 @@ class PolicyTrainer:
 
     def _forward(self, rows: Sequence[Row], like_R: Tensor) -> Tensor:
         """[R] log-probabilities under the current weights, where these rows have tokens; 0 elsewhere."""
-        logprobs_R = torch.zeros_like(like_R)
         if not rows:
-            return logprobs_R
-        data = [row.datum(logprobs_R, logprobs_R, 1.0) for row in rows]
+            return torch.zeros_like(like_R)
+        self.tokens_scored += sum(len(row.tokens) for row in rows)
+        data = [row.datum(weights=torch.ones_like(like_R)) for row in rows]
+        return self._computed(rows, self.client.forward(data, "cross_entropy"), like_R)
+
+    def _backward(self, rows: Sequence[Row], gradient_R: Tensor, at_R: Tensor | None = None) -> Tensor:
+        """Send the gradient of these log-probabilities, or None: of any; returns them as `_forward` does."""
+        self.tokens_trained += sum(len(row.tokens) for row in rows)
+        data = []
+        for row in rows:
+            descent_R = gradient_R * -self._division.undone(len(row.tokens) - 1, len(rows))
+            inputs_R = {"weights": descent_R} if at_R is None else {"logprobs": at_R, "advantages": descent_R}
+            data.append(row.datum(**inputs_R))
+        sent = self.client.forward_backward(data, "cross_entropy" if at_R is None else "importance_sampling")
+        return self._computed(rows, sent, gradient_R)
+
+    def _computed(self, rows: Sequence[Row], sent: tinker.APIFuture[ForwardBackwardOutput], like_R: Tensor) -> Tensor:
+        logprobs_R = torch.zeros_like(like_R)
         with self._service.explained("computing log-probabilities"):
-            output = self.client.forward(data, "cross_entropy").result(self._service.options.timeout)
+            output = sent.result(self._service.options.timeout)
         for row, of_row in zip(rows, output.loss_fn_outputs, strict=True):
             row.gather(of_row["logprobs"].data, logprobs_R)
-        self.tokens_scored += sum(len(row.tokens) for row in rows)
         return logprobs_R
 
-    def _reference_logprobs(self, rows: Sequence[Row], like_R: Tensor) -> Tensor:
+    def _frozen_logprobs(self, model: tinker.SamplingClient, rows: Sequence[Row], like_R: Tensor) -> Tensor:
+        """As `_forward`, under a model that is not trained."""
         logprobs_R = torch.zeros_like(like_R)
-        with self._service.explained("asked for the base's log-probabilities"):
-            asked = [self._reference.compute_logprobs(tinker.ModelInput.from_ints(row.tokens)) for row in rows]
+        with self._service.explained("asked for the log-probabilities of another model"):
+            asked = [model.compute_logprobs(tinker.ModelInput.from_ints(row.tokens)) for row in rows]
             for row, future in zip(rows, asked, strict=True):
                 # The first token has none; not every service says so.
-                values = future.result(self._service.options.timeout)[1 - len(row.tokens) :]
-                row.gather([value or 0.0 for value in values], logprobs_R)
+                row.gather(future.result(self._service.options.timeout)[1 - len(row.tokens) :], logprobs_R)
         self.tokens_scored += sum(len(row.tokens) for row in rows)
         return logprobs_R
 
-    def _step(self, rows: Sequence[Row], current_R: Tensor, gradient_R: Tensor, training_step: int) -> float:
+    def _step(self, training_step: int) -> float:
         """One optimizer step; returns its size."""
-        settings, timeout = self._settings, self._service.options.timeout
+        settings = self._settings
         assert settings.learning_rate is not None
         rate = settings.learning_rate * rate_share(
             settings.schedule,
@@ -173,9 +213,6 @@ class PolicyTrainer:
             training_step=training_step,
             training_steps=self._training_steps,
         )
-        data = [
-            row.datum(current_R, -gradient_R, self._division.undone(len(row.tokens) - 1, len(rows))) for row in rows
-        ]
         adam = tinker.AdamParams(
             learning_rate=rate,
             beta1=0.9,
@@ -185,11 +222,15 @@ class PolicyTrainer:
             grad_clip_norm=settings.max_grad_norm,
         )
         with self._service.explained("making an optimizer step"):
-            self.client.forward_backward(data, "importance_sampling").result(timeout)
-            self.client.optim_step(adam).result(timeout)
+            self.client.optim_step(adam).result(self._service.options.timeout)
         self.optimizer_steps += 1
-        self.tokens_trained += sum(len(row.tokens) for row in rows)
         return rate
+
+    def _renew(self) -> None:
+        """A new adapter with the same weights and optimizer, without the wrong gradient that the old one has."""
+        state = self.state(unique("renewed", self.version))
+        self.client = self._service.trains(self._spec, self._seed)
+        self.restore(state)
 
     def state(self, name: str) -> dict[str, Any]:
         """All that later updates depend on; the service keeps weights and optimizer."""
@@ -206,11 +247,11 @@ class PolicyTrainer:
 def _gradient(
     algorithm: Algorithm,
     prepared: PreparedBatch,
+    reference_R: Tensor | None,
     tokens_R: Tensor,
+    weights_R: Tensor,
     current_R: Tensor,
     old_R: Tensor,
-    reference_R: Tensor | None,
-    weights_R: Tensor,
 ) -> tuple[Tensor | None, dict[str, float]]:
     """[R] the gradient of the step's loss with respect to each log-probability, 0 elsewhere; None if not finite."""
     samples = prepared.samples
@@ -236,6 +277,16 @@ def _gradient(
     gradient_R = torch.zeros_like(current_R)
     gradient_R[tokens_R] = gradient_r.to(current_R.dtype)
     return gradient_R, metrics
+
+
+def _constant(gradient: Callable[[Tensor, Tensor], tuple[Tensor | None, Any]], at_R: Tensor, gap: int) -> Tensor | None:
+    """[R] a gradient that seems to be the same at all log-probabilities; None if there is no such.
+
+    It is compared at two points: where all ratios are 1, and below. In a single step current log-probabilities are the
+    old ones, later there is a gap.
+    """
+    here_R, below_R = gradient(at_R, at_R)[0], gradient(at_R - 1, at_R - 1 - gap)[0]
+    return here_R if here_R is not None and below_R is not None and torch.equal(here_R, below_R) else None
 
 
 def _check_temperature(prepared: PreparedBatch) -> None:

@@ -22,15 +22,26 @@ class Now:
 
 
 class Bigrams:
-    """A training client. The gradient of a step is divided as the settings say."""
+    """A training client. The gradient of a step is divided as the settings say. It samples too, and is its own state of
+    now: one that is not trained is a reference or a teacher."""
 
-    def __init__(self, *, by_targets: bool = False, by_rows: bool = False) -> None:
-        generator = torch.Generator().manual_seed(3)
+    def __init__(self, *, by_targets: bool = False, by_rows: bool = False, seed: int = 3) -> None:
+        generator = torch.Generator().manual_seed(seed)
         self.logits = torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64).requires_grad_()
         self._by_targets, self._by_rows = by_targets, by_rows
         self._adam = torch.optim.AdamW([self.logits])
         self._rows = 0
-        self._saved: dict[str, Any] = {}
+        self.saved: dict[str, Any] = {}
+        self.passes: list[str] = []
+        """The passes over rows that were asked for."""
+        self.broken = False
+        """It computes what is no number."""
+
+    def renewed(self, spec: Any, seed: int) -> Bigrams:
+        """A new client, which can load what this one saved."""
+        client = Bigrams(by_targets=self._by_targets, by_rows=self._by_rows)
+        client.saved = self.saved
+        return client
 
     def logprobs(self, datum: tinker.Datum) -> torch.Tensor:
         targets = torch.tensor(datum.loss_fn_inputs["target_tokens"].data)
@@ -39,18 +50,36 @@ class Bigrams:
 
     def forward(self, data: Sequence[tinker.Datum], loss_fn: str) -> Now:
         assert loss_fn == "cross_entropy"
-        outputs = [{"logprobs": SimpleNamespace(data=self.logprobs(datum).tolist())} for datum in data]
-        return Now(SimpleNamespace(loss_fn_outputs=outputs))
+        return self._outputs("forward", data)
 
     def forward_backward(self, data: Sequence[tinker.Datum], loss_fn: str) -> Now:
-        assert loss_fn == "importance_sampling"
         for datum in data:
             given = {name: torch.tensor(value.data) for name, value in datum.loss_fn_inputs.items()}
-            ratio = (self.logprobs(datum) - given["logprobs"]).exp()
-            loss = -(ratio * given["advantages"]).sum()
-            (loss / len(given["advantages"]) if self._by_targets else loss).backward()
+            targets, logprobs = given.pop("target_tokens"), self.logprobs(datum)
+            if loss_fn == "importance_sampling":
+                loss = -((logprobs - given.pop("logprobs")).exp() * given.pop("advantages")).sum()
+                divisor = torch.tensor(float(len(targets)))
+            else:
+                assert loss_fn == "cross_entropy"
+                divisor = given["weights"].sum().clamp(min=1e-9)  # As skyrl-tx.
+                loss = -(logprobs * given.pop("weights")).sum()
+            assert not given, "a service refuses inputs that a loss does not have"
+            (loss / divisor if self._by_targets else loss).backward()
         self._rows += len(data)
-        return Now(None)
+        return self._outputs(loss_fn, data)
+
+    def compute_logprobs(self, prompt: tinker.ModelInput) -> Now:
+        tokens = torch.tensor(prompt.to_ints())
+        logprobs = torch.log_softmax(self.logits[tokens[:-1]], dim=-1).gather(1, tokens[1:, None])[:, 0]
+        return Now([None, *logprobs.tolist()])
+
+    def _outputs(self, name: str, data: Sequence[tinker.Datum]) -> Now:
+        self.passes.append(name)
+        nothing = torch.nan if self.broken else 0.0
+        if self.broken and self.logits.grad is not None:
+            self.logits.grad += torch.nan
+        outputs = [{"logprobs": SimpleNamespace(data=(self.logprobs(datum) + nothing).tolist())} for datum in data]
+        return Now(SimpleNamespace(loss_fn_outputs=outputs))
 
     def optim_step(self, adam: tinker.AdamParams) -> Now:
         assert self.logits.grad is not None
@@ -67,11 +96,11 @@ class Bigrams:
         return Now(SimpleNamespace(metrics=None))
 
     def save_state(self, name: str) -> Now:
-        self._saved[name] = (self.logits.detach().clone(), copy.deepcopy(self._adam.state_dict()))
+        self.saved[name] = (self.logits.detach().clone(), copy.deepcopy(self._adam.state_dict()))
         return Now(SimpleNamespace(path=name))
 
     def load_state_with_optimizer(self, path: str) -> Now:
-        logits, adam = self._saved[path]
+        logits, adam = self.saved[path]
         with torch.no_grad():
             self.logits.copy_(logits)
         self._adam.load_state_dict(copy.deepcopy(adam))

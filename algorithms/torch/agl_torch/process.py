@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +20,12 @@ from pickle import UnpicklingError
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-import uvicorn
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from agl_algorithms.fingerprints import write_fingerprint
 from agl_algorithms.policy_gradient import Algorithm
-from agl_chat.api import ModelServer, create_app
+from agl_chat.api import ModelServer, create_app, serve_in_thread
 from agl_chat.backends import Generation, Request
 from agl_chat.conversation import ChatText, keep_tokenizer_settings, tokenized
 from agl_core.errors import CheckpointError, EngineError, nearest
@@ -35,7 +33,6 @@ from agl_core.plugins import Plugins
 from agl_core.protocols import EngineContext, PolicySpec, Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch, Call
 from agl_server.engines.child import Host, build_algorithm
-from agl_server.http.listening import bind
 from agl_torch.batching import CACHE, device_memory, tokens_per_pass
 from agl_torch.loading import Bases, LoadedModel, check_base, fingerprint, first_line, load_model
 from agl_torch.plugin import TorchOptions
@@ -366,15 +363,12 @@ class TorchServer:
         self._samplers = {name: policy.sampler for name, policy in policies.policies.items()}
         self._loop = EngineLoop(self._samplers, host.lost)
         self._chats = {name: _chat(name, policy.loaded) for name, policy in policies.policies.items()}
-        app = create_app(self._chats, self._loop, api_key=host.context.api_key)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
-        listener = bind("127.0.0.1", 0)
-        self.urls = (f"http://127.0.0.1:{listener.getsockname()[1]}/v1",)
         self.context_length = min((p.loaded.context_length for p in policies.policies.values()), default=0)
         self.update, self.logprobs = self._alone(policies.update), self._alone(policies.logprobs)
         self.save, self.load = self._alone(policies.save), self._alone(policies.load)
         self._loop.start()
-        threading.Thread(target=_serve, args=(server, listener, host), name="agl-http", daemon=True).start()
+        app = create_app(self._chats, self._loop, api_key=host.context.api_key)
+        self.urls = (serve_in_thread(app, host.lost),)
         _log.info("Serving %s at %s.", ", ".join(self._chats) or "nothing yet", *self.urls)
 
     def tokenize(self, policy: str, calls: Sequence[Call]) -> Sequence[Call]:
@@ -422,11 +416,3 @@ class TorchServer:
 
 def _chat(name: str, loaded: LoadedModel) -> ModelServer:
     return ModelServer(name, ChatText(loaded.tokenizer, loaded.eos_ids), loaded.context_length)
-
-
-def _serve(server: uvicorn.Server, listener: socket.socket, host: Host[TorchOptions]) -> None:
-    """Until the process ends; without its server the engine is of no use."""
-    try:
-        asyncio.run(server.serve(sockets=[listener]))
-    finally:
-        host.lost("The engine's HTTP server ended.")

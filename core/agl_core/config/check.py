@@ -124,8 +124,8 @@ def _temperature(loaded: LoadedConfig, plan: PolicyPlan) -> Iterator[str]:
     for chosen in needing(loaded, plan, Capability.UNIT_TEMPERATURE):
         if temperature != 1:
             yield (
-                f"{chosen.label} has a server as its teacher, which gives log-probabilities at temperature 1, but "
-                f"[sampling] temperature is {temperature:g}. Set it to 1, or name the teacher's folder."
+                f"{chosen.label} has log-probabilities from a server, which are those at temperature 1, but "
+                f"[sampling] temperature is {temperature:g}. Set it to 1, or choose what computes them here."
             )
 
 

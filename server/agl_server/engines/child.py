@@ -80,8 +80,8 @@ class Host(Generic[Options]):
             sys.exit(1)
 
     def stage(self, name: str) -> None:
-        """Tell the run what the start does from now on, as in "loading the weights"."""
-        _log.info("Start: %s.", name)
+        """Tell the run what it waits for from now on, as in "loading the weights"; most engines do at the start."""
+        _log.info("Stage: %s.", name)
         self._say(START, "stage", name)
 
     def serve(self, engine: Any) -> NoReturn:

@@ -211,6 +211,9 @@ class ProcessEngine(Engine, Generic[Options]):
                 number, kind, value = pickle.loads(await process.stdout.readexactly(size))
                 if number is None:
                     self._loss = value
+                elif kind == "stage":
+                    self._stage, self._stage_began = value, time.monotonic()
+                    self._report(value, self._stage_began - self._began)
                 elif number in self._answers:  # Otherwise its caller has given up.
                     self._answers[number].put_nowait((kind, value))
         with suppress(TimeoutError):
@@ -243,9 +246,6 @@ class ProcessEngine(Engine, Generic[Options]):
                         return value
                     case ("error", (kind, text)):
                         raise self._failed(doing, kind, text)
-                    case ("stage", stage):
-                        self._stage, self._stage_began = stage, time.monotonic()
-                        self._report(stage, self._stage_began - self._began)
                     case ("progress", share) if progress is not None:
                         progress(share)
             raise self._lost(doing)

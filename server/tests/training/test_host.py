@@ -101,7 +101,7 @@ async def test_a_start_says_its_stages_and_where_it_serves_and_everything_crosse
     assert 0 < stages[0][1] <= stages[1][1]
     log = (context.run_dir / "engine.log").read_text()
     assert "a library that prints" in log
-    assert "Start: the weights." in log
+    assert "Stage: the weights." in log
     assert f"waiting: {of_the_run or 'PASSIVE'}\n" in log, "an engine's variable gives way to the run's own"
 
 
