@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -59,27 +60,30 @@ class TinkerServer:
             text = load_text(spec.model, trust_remote_code=spec.trust_remote_code)
             self._texts[name], chats[name] = text, ModelServer(name, text, length)
             lengths.append(length)
-            base = self._service.client.create_sampling_client(base_model=self._service.base_of(spec))
+            base = self._service.samples(spec)
             if not spec.algorithm:
                 self._samplers.served[name] = Served(spec.version, base, frozenset(text.eos_ids))
                 continue
-            client = self._service.trains(spec, seed)
+            vocabulary = config.get_text_config().vocab_size
             if division is None:
                 host.stage("finding out how the service divides gradients")
+                # No model expects these tokens: where one is sure, no step changes a log-probability.
+                tokens = random.Random(0).sample(range(min(vocabulary, 1000)), 8)
+                probed = self._service.trains(spec, seed)
                 with self._service.explained("making steps that are taken back"):
-                    division = Division.probed(client, list(range(8, 16)), options.timeout)
+                    division = Division.probed(probed, tokens, options.timeout)
                 logging.getLogger(__name__).info("The service's division: %s.", division)
             self._algorithms[name] = build_algorithm(plugins, spec.algorithm, spec.algorithm_options)
             if self._algorithms[name].needs_entropy:
                 raise EngineError("A Tinker service tells no entropies: set [algorithm] entropy = 0.")
             self._trainers[name] = PolicyTrainer(
                 self._service,
-                client,
-                spec.optimizer,
+                self._service.trains(spec, seed),
+                spec,
                 division,
                 reference=base,
                 context_length=length,
-                vocabulary=config.get_text_config().vocab_size,
+                vocabulary=vocabulary,
                 seed=seed,
                 steps=context.steps,
             )
@@ -136,7 +140,7 @@ class TinkerServer:
     def _serve_version(self, name: str) -> None:
         trainer = self._trainers[name]
         with self._service.explained("saving weights for the sampler"):
-            sampler = trainer.client.save_weights_and_get_sampling_client(name=_unique(name, trainer.version))
+            sampler = self._service.ready(trainer.client.save_weights_and_get_sampling_client())
         self._samplers.served[name] = Served(trainer.version, sampler, frozenset(self._texts[name].eos_ids))
 
     def _trainer(self, name: str) -> PolicyTrainer:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import tinker
 
@@ -14,6 +14,7 @@ from agl_core.errors import ConfigError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_tinker.plugin import TinkerOptions
 
+Client = TypeVar("Client")
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _UNEMBED = {"lm_head"}
@@ -24,7 +25,7 @@ _SEEN = 0.02
 
 
 class Service:
-    """The service of the settings. EngineError if there is no key, or nothing answers."""
+    """The service of the settings. EngineError if there is no key."""
 
     def __init__(self, options: TinkerOptions) -> None:
         self.options = options
@@ -35,12 +36,16 @@ class Service:
                 f"The environment variable {options.api_key_env} has no key for {self.place}. Set it, or name another "
                 f"in engine.tinker.api_key_env."
             )
-        with self.explained("asked for its models"):
+        with self.explained("asked for a session"):
             self.client = tinker.ServiceClient(api_key=key, base_url=options.base_url)
-            self.client.get_server_capabilities()
 
     def base_of(self, spec: PolicySpec) -> str:
         return self.options.base_model or spec.name or spec.model
+
+    def samples(self, spec: PolicySpec) -> tinker.SamplingClient:
+        """A sampler of a policy's base."""
+        with self.explained(f"asked for a sampler of {self.base_of(spec)!r}"):
+            return self.ready(self.client.create_sampling_client(base_model=self.base_of(spec)))
 
     def trains(self, spec: PolicySpec, seed: int) -> tinker.TrainingClient:
         """A new adapter of a policy's base."""
@@ -57,9 +62,14 @@ class Service:
             )
         chosen: Any = {part: names <= targets for part, names in parts.items()}
         with self.explained(f"asked for an adapter of {self.base_of(spec)!r}"):
-            return self.client.create_lora_training_client(
+            client = self.client.create_lora_training_client(
                 base_model=self.base_of(spec), rank=spec.lora.rank, seed=seed, **chosen
             )
+            return self.ready(client)
+
+    def ready(self, client: Client) -> Client:
+        """A client itself: the newest releases give a future of it."""
+        return client.result(self.options.timeout) if hasattr(client, "result") else client
 
     @contextmanager
     def explained(self, when: str) -> Iterator[None]:
@@ -105,21 +115,20 @@ class Division:
         """Find it out by steps that are taken back: of a row, of the row twice, and of the row with a tail.
 
         A step of Adam without momentum and with a large epsilon is linear in the gradient, and so is the change of a
-        log-probability, if it is small.
+        log-probability, if it is small: the opposite step takes it back. The client is of no use afterwards.
         """
-        start = client.save_state("probe").result(timeout).path
         row, longer = [*tokens], [*tokens, *tokens]
         target = len(tokens) - 2
 
         def change(rows: Sequence[Sequence[int]], rate: float) -> float:
-            before = _logprobs(client, row, timeout)[target]
-            data = [_datum(of, target, before) for of in rows]
-            client.forward_backward(data, "importance_sampling").result(timeout)
-            step = tinker.AdamParams(learning_rate=rate * _LINEAR, beta1=0.0, beta2=0.0, eps=_LINEAR)
-            client.optim_step(step).result(timeout)
-            after = _logprobs(client, row, timeout)[target]
-            client.load_state_with_optimizer(start).result(timeout)
-            return after - before
+            values = list[float]()
+            for advantage in (1.0, -1.0):
+                values.append(_logprobs(client, row, timeout)[target])
+                data = [_datum(of, target, values[-1], advantage) for of in rows]
+                client.forward_backward(data, "importance_sampling").result(timeout)
+                step = tinker.AdamParams(learning_rate=rate * _LINEAR, beta1=0.0, beta2=0.0, eps=_LINEAR)
+                client.optim_step(step).result(timeout)
+            return values[1] - values[0]
 
         rate = 1e-4
         while (alone := change([row], rate)) < _SEEN:
@@ -131,14 +140,14 @@ class Division:
 
 
 def _logprobs(client: tinker.TrainingClient, tokens: Sequence[int], timeout: float) -> Sequence[float]:
-    [output] = client.forward([_datum(tokens, 0, 0.0)], "cross_entropy").result(timeout).loss_fn_outputs
+    [output] = client.forward([_datum(tokens, 0, 0.0, 0.0)], "cross_entropy").result(timeout).loss_fn_outputs
     return cast(Sequence[float], output["logprobs"].data)
 
 
-def _datum(tokens: Sequence[int], target: int, logprob: float) -> tinker.Datum:
-    """A row with the advantage 1 at one target."""
+def _datum(tokens: Sequence[int], target: int, logprob: float, advantage: float) -> tinker.Datum:
+    """A row with an advantage at one target."""
     is_target = [n == target for n in range(len(tokens) - 1)]
-    return datum(tokens, [logprob * at for at in is_target], [float(at) for at in is_target])
+    return datum(tokens, [logprob * at for at in is_target], [advantage * at for at in is_target])
 
 
 def datum(tokens: Sequence[int], logprobs: Sequence[float], advantages: Sequence[float]) -> tinker.Datum:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from agl_algorithms.policy_gradient import Algorithm, Logprobs
 from agl_algorithms.prepared import Chain, PreparedBatch, lineages, minibatches, places_of, prepare, samples_of
-from agl_core.config.sections import OptimizerSection, rate_share, usual_learning_rate
+from agl_core.config.sections import rate_share, usual_learning_rate
 from agl_core.errors import EngineError
 from agl_core.learning.batch import filter_trainable
-from agl_core.protocols import Progress, ResponseScores, UpdateResult
+from agl_core.protocols import PolicySpec, Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch
 from agl_tinker.service import Division, Service, datum
 
@@ -60,7 +60,7 @@ class PolicyTrainer:
         self,
         service: Service,
         client: tinker.TrainingClient,
-        settings: OptimizerSection,
+        spec: PolicySpec,
         division: Division,
         *,
         reference: tinker.SamplingClient,
@@ -69,12 +69,13 @@ class PolicyTrainer:
         seed: int,
         steps: int,
     ) -> None:
+        settings = spec.optimizer
         if settings.learning_rate is None:
             rate = usual_learning_rate(None, adapter=True)
             settings = settings.model_copy(update={"learning_rate": rate})
         self.version = self.optimizer_steps = 0
         self.client = client
-        self._service, self._settings, self._division = service, settings, division
+        self._service, self._spec, self._settings, self._division = service, spec, settings, division
         self._reference, self._seed, self._training_steps = reference, seed, steps
         self._limits = {"context_length": context_length, "vocabulary": vocabulary}
         self.tokens_trained = self.tokens_scored = 0
@@ -197,8 +198,11 @@ class PolicyTrainer:
         return {"path": path, "version": self.version, "optimizer_steps": self.optimizer_steps}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, with a new adapter: Tinker loads into none that has worked."""
+        client = self._service.trains(self._spec, self._seed)
         with self._service.explained(f"loading {state['path']}"):
-            self.client.load_state_with_optimizer(state["path"]).result(self._service.options.timeout)
+            client.load_state_with_optimizer(state["path"]).result(self._service.options.timeout)
+        self.client = client
         self.version, self.optimizer_steps = state["version"], state["optimizer_steps"]
 
 
