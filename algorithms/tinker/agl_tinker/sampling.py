@@ -64,7 +64,7 @@ class Samplers:
         )
         async with asyncio.timeout(self._service.options.timeout):
             asked: Any = served.sampler.sample(tinker.ModelInput.from_ints(prompt), 1, parameters)
-            reply = await (asked if hasattr(asked, "__await__") else asyncio.wrap_future(asked))
+            reply: tinker.SampleResponse = await (asked if hasattr(asked, "__await__") else asyncio.wrap_future(asked))
         return reply.sequences[0]
 
 

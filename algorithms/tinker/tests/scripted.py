@@ -99,10 +99,8 @@ class ScriptedService:
         if self.statuses[route]:
             return JSONResponse({"detail": "As the script says."}, self.statuses[route].pop(0))
         content = await request.body()
-        if PROTO in request.headers.get("content-type", ""):
-            body = _pass_of(content)
-        else:
-            body = json.loads(content or b"{}")
+        as_proto = PROTO in request.headers.get("content-type", "")
+        body = _pass_of(content) if as_proto else json.loads(content or b"{}")
         if route == "retrieve_future":
             return self._retrieved(body["request_id"], as_proto=PROTO in request.headers.get("accept", ""))
         if route == "samplers":
