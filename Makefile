@@ -50,7 +50,7 @@ TINKER_NEED := 'skyrl-tx[tinker]==0.3.0' tinker==0.15.0 'jax<0.10' flax==0.12.6 
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks test-harnesses test-tinker newest newest-verl lint types oracles trackers textworld faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks test-harnesses test-tinker newest newest-tinker newest-verl lint types oracles trackers textworld faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -131,13 +131,18 @@ test-harnesses: install ## Test command-line agents as they are published (a qua
 test-tinker: install $(TINKER)/.installed ## Test the engine for the Tinker API with skyrl-tx on the CPU (five minutes, 2 GB)
 	@$(PYTEST) -o python_files='live_*.py' algorithms/tinker/tests
 
-newest: ## Test all adapters and veRL with the newest releases of what they need, and say what breaks (an hour, 12 GB)
+newest: ## Test all adapters, veRL and Tinker's client with the newest releases of what they need, and say what breaks (an hour, 12 GB)
 	@failed=; { $(call newest_in,$(FRAMEWORKS)/together,core -e server[test] -e rewards $(patsubst %,-e %[test],$(TOGETHER))) && \
 		$(FRAMEWORKS)/together/bin/python -m pytest -p no:cacheprovider --continue-on-collection-errors -m "not storm and not timing" \
 		$(patsubst %,%/tests,$(TOGETHER)) tests/conformance/test_conformance_cells.py tests/conformance/test_conformance_drivers.py; } || failed="$(TOGETHER)"; \
 	$(MAKE) test-frameworks FRAMEWORKS_NEED="$(NEWEST_NEED)" \
 		|| failed="$$failed those above"; \
-	$(MAKE) newest-verl || failed="$$failed algorithms/verl"; $(call say_failed)
+	$(MAKE) newest-verl || failed="$$failed algorithms/verl"; \
+	$(MAKE) newest-tinker || failed="$$failed algorithms/tinker"; $(call say_failed)
+
+newest-tinker: ## Test the engine for the Tinker API with the newest client and a scripted service (two minutes, 2 GB)
+	@$(call newest_in,$(FRAMEWORKS)/tinker,core -e server[test] -e algorithms/policy -e algorithms/chat -e algorithms/tinker)
+	@$(FRAMEWORKS)/tinker/bin/python -m pytest -p no:cacheprovider algorithms/tinker/tests
 
 # What veRL and vLLM allow each other, whatever agl-verl pins; without the packages that transformers cannot be imported
 # beside. Ray is not started: the engine itself refuses versions that it does not know.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import AutoConfig
 from agl_algorithms.policy_gradient import Algorithm
 from agl_chat.api import ModelServer, create_app, serve_in_thread
 from agl_chat.conversation import ChatText, keep_tokenizer_settings, load_text, load_tokenizer, tokenized
-from agl_core.errors import CheckpointError, EngineError, nearest
+from agl_core.errors import CheckpointError, ConfigError, EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch, Call
@@ -43,7 +44,7 @@ class TinkerServer:
         host.stage("asking the service")
         self._service = Service(options, host.stage)
         plugins = Plugins.load(context.plugin_files)
-        self._samplers = Samplers(self._service)
+        self._samplers = Samplers(self._service, host.lost)
         self._trainers: dict[str, PolicyTrainer] = {}
         self._algorithms: dict[str, Algorithm] = {}
         self._texts: dict[str, ChatText] = {}
@@ -57,30 +58,37 @@ class TinkerServer:
             text = load_text(spec.model, trust_remote_code=spec.trust_remote_code)
             self._texts[name], chats[name] = text, ModelServer(name, text, length)
             lengths.append(length)
-            base = self._service.client.create_sampling_client(base_model=self._service.base_of(spec))
+            base = self._service.sampler_of(self._service.base_of(spec))
             if not spec.algorithm:
                 self._samplers.served[name] = Served(spec.version, base, frozenset(text.eos_ids))
                 continue
             algorithm = self._algorithms[name] = build_algorithm(plugins, spec.algorithm, spec.algorithm_options)
             if algorithm.needs_entropy:
                 raise EngineError("A Tinker service tells no entropies: set [algorithm] entropy = 0.")
-            learns_from = algorithm.teacher if algorithm.needs_scores else None
-            teacher = None if learns_from is None else self._service.sampler_of(learns_from)
-            client = self._service.trains(spec, seed)
+            teacher = algorithm.teacher if algorithm.needs_scores else None
+            if teacher is not None and teacher.model is not None:
+                raise ConfigError(
+                    f"A teacher is a model of {self._service.place}, and {teacher.place} is another server. Set "
+                    f"'teacher' to a name there or a tinker:// path, and leave 'teacher_model' out."
+                )
+            vocabulary = config.get_text_config().vocab_size
             if division is None:
                 host.stage("finding out how the service divides gradients")
+                # No model expects these tokens: where one is sure, no step changes a log-probability.
+                tokens = random.Random(0).sample(range(min(vocabulary, 1000)), 8)
+                probed = self._service.trains(spec, seed)
                 with self._service.explained("making steps that are taken back"):
-                    division = Division.probed(client, list(range(8, 16)), options.timeout)
+                    division = Division.probed(probed, tokens, options.timeout)
                 _log.info("The service's division: %s.", division)
             self._trainers[name] = PolicyTrainer(
                 self._service,
-                client,
+                self._service.trains(spec, seed),
                 spec,
                 division,
                 reference=base,
-                teacher=teacher,
+                teacher=None if teacher is None else self._service.sampler_of(teacher.place),
                 context_length=length,
-                vocabulary=config.get_text_config().vocab_size,
+                vocabulary=vocabulary,
                 seed=seed,
                 steps=context.steps,
             )
@@ -148,7 +156,7 @@ class TinkerServer:
     def _serve_version(self, name: str) -> None:
         trainer = self._trainers[name]
         with self._service.explained("saving weights for the sampler"):
-            sampler = trainer.client.save_weights_and_get_sampling_client(name=unique(name, trainer.version))
+            sampler = self._service.save_sampler(trainer.client)
         self._samplers.served[name] = Served(trainer.version, sampler, frozenset(self._texts[name].eos_ids))
 
     def _trainer(self, name: str) -> PolicyTrainer:

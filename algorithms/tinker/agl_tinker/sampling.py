@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import tinker
 
@@ -62,7 +63,8 @@ class Samplers:
             top_k=int(request.distortions.get("top_k", -1)),
         )
         async with asyncio.timeout(self._service.options.timeout):
-            reply = await served.sampler.sample_async(tinker.ModelInput.from_ints(prompt), 1, parameters)
+            asked: Any = served.sampler.sample(tinker.ModelInput.from_ints(prompt), 1, parameters)
+            reply: tinker.SampleResponse = await (asked if hasattr(asked, "__await__") else asyncio.wrap_future(asked))
         return reply.sequences[0]
 
 

@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import httpx
 import tinker
 
-from agl_algorithms.policy_gradient import Teacher
 from agl_core.errors import ConfigError, EngineError
 from agl_core.protocols import PolicySpec
 from agl_tinker.plugin import TinkerOptions
 
+Client = TypeVar("Client")
+Loss: TypeAlias = Literal["cross_entropy", "importance_sampling"]
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _UNEMBED = {"lm_head"}
@@ -33,7 +34,7 @@ _SILENCE, _LONGEST = 30.0, 300
 
 
 class Service:
-    """The service of the settings. EngineError if there is no key, or nothing answers."""
+    """The service of the settings. EngineError if there is no key."""
 
     def __init__(self, options: TinkerOptions, tell: Callable[[str], None] = lambda waits_for: None) -> None:
         """`tell` gets what is waited for, if it takes long: the client tries again by itself, for minutes."""
@@ -46,9 +47,8 @@ class Service:
                 f"in engine.tinker.api_key_env."
             )
         logging.getLogger("tinker").addHandler(_Telling(tell))
-        with self.explained("asked for its models"):
+        with self.explained("asked for a session"):
             self.client = tinker.ServiceClient(api_key=key, base_url=options.base_url)
-            self.client.get_server_capabilities()
 
     def base_of(self, spec: PolicySpec) -> str:
         return self.options.base_model or spec.name or spec.model
@@ -68,21 +68,29 @@ class Service:
             )
         chosen: Any = {part: names <= targets for part, names in parts.items()}
         with self.explained(f"asked for an adapter of {self.base_of(spec)!r}"):
-            return self.client.create_lora_training_client(
+            client = self.client.create_lora_training_client(
                 base_model=self.base_of(spec), rank=spec.lora.rank, seed=seed, **chosen
             )
+            return self.ready(client)
 
-    def sampler_of(self, teacher: Teacher) -> tinker.SamplingClient:
-        """A model of the service that is not trained, by its name or by the `tinker://` path of saved weights."""
-        if teacher.model is not None:
-            raise ConfigError(
-                f"A teacher is a model of {self.place}, and {teacher.place} is another server. Set 'teacher' to a name "
-                f"there or a tinker:// path, and leave 'teacher_model' out."
-            )
-        with self.explained(f"asked for the teacher {teacher.place!r}"):
-            if teacher.place.startswith("tinker://"):
-                return self.client.create_sampling_client(model_path=teacher.place)
-            return self.client.create_sampling_client(base_model=teacher.place)
+    def ready(self, client: Client) -> Client:
+        """A client itself: the newest releases give a future of it."""
+        return client.result(self.options.timeout) if hasattr(client, "result") else client
+
+    def sampler_of(self, model: str) -> tinker.SamplingClient:
+        """A sampler of a model of the service, by its name or by the `tinker://` path of saved weights."""
+        chosen: Any = {"model_path" if model.startswith("tinker://") else "base_model": model}
+        with self.explained(f"asked for a sampler of {model!r}"):
+            return self.ready(self.client.create_sampling_client(**chosen))
+
+    def save_sampler(self, client: tinker.TrainingClient) -> tinker.SamplingClient:
+        """A sampler of a client's weights as they are now."""
+        # Older releases have a second name for what does not block.
+        save = getattr(
+            client, "save_weights_and_get_sampling_client_submit", client.save_weights_and_get_sampling_client
+        )
+        with self.explained("saving weights for the sampler"):
+            return self.ready(save())
 
     def download(self, path: str, folder: Path) -> None:
         """Unpack saved sampler weights into a new folder."""
@@ -143,9 +151,8 @@ class Division:
         """Find it out by steps that are taken back: of a row, of the row twice, of the row with a tail, and weighted.
 
         A step of Adam without momentum and with a large epsilon is linear in the gradient, and so is the change of a
-        log-probability, if it is small.
+        log-probability, if it is small: the opposite step takes it back. The client is of no use afterwards.
         """
-        start = client.save_state("probe").result(timeout).path
         row, longer, target = [*tokens], [*tokens, *tokens], len(tokens) - 2
 
         def logprob() -> float:
@@ -153,20 +160,22 @@ class Division:
             return cast(float, output.loss_fn_outputs[0]["logprobs"].data[target])
 
         def change(rows: Sequence[Sequence[int]], rate: float, weight: float | None = None) -> float:
-            before = logprob()
-            given = {"logprobs": before, "advantages": 1.0} if weight is None else {"weights": weight}
-            data = [
-                datum(
-                    of, **{name: [value * (n == target) for n in range(len(of) - 1)] for name, value in given.items()}
-                )
-                for of in rows
-            ]
-            client.forward_backward(data, "importance_sampling" if weight is None else "cross_entropy").result(timeout)
-            step = tinker.AdamParams(learning_rate=rate * _LINEAR, beta1=0.0, beta2=0.0, eps=_LINEAR)
-            client.optim_step(step).result(timeout)
-            after = logprob()
-            client.load_state_with_optimizer(start).result(timeout)
-            return after - before
+            values = list[float]()
+            for sign in (1.0, -1.0):
+                values.append(logprob())
+                given = {"logprobs": values[-1], "advantages": sign} if weight is None else {"weights": weight * sign}
+                data = [
+                    datum(
+                        of,
+                        **{name: [value * (n == target) for n in range(len(of) - 1)] for name, value in given.items()},
+                    )
+                    for of in rows
+                ]
+                loss: Loss = "importance_sampling" if weight is None else "cross_entropy"
+                client.forward_backward(data, loss).result(timeout)
+                step = tinker.AdamParams(learning_rate=rate * _LINEAR, beta1=0.0, beta2=0.0, eps=_LINEAR)
+                client.optim_step(step).result(timeout)
+            return values[1] - values[0]
 
         rate = 1e-4
         while (alone := change([row], rate)) < _SEEN:

@@ -228,9 +228,7 @@ class PolicyTrainer:
 
     def _renew(self) -> None:
         """A new adapter with the same weights and optimizer, without the wrong gradient that the old one has."""
-        state = self.state(unique("renewed", self.version))
-        self.client = self._service.trains(self._spec, self._seed)
-        self.restore(state)
+        self.restore(self.state(unique("renewed", self.version)))
 
     def state(self, name: str) -> dict[str, Any]:
         """All that later updates depend on; the service keeps weights and optimizer."""
@@ -239,8 +237,11 @@ class PolicyTrainer:
         return {"path": path, "version": self.version, "optimizer_steps": self.optimizer_steps}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint, with a new adapter: Tinker loads into none that has worked."""
+        client = self._service.trains(self._spec, self._seed)
         with self._service.explained(f"loading {state['path']}"):
-            self.client.load_state_with_optimizer(state["path"]).result(self._service.options.timeout)
+            client.load_state_with_optimizer(state["path"]).result(self._service.options.timeout)
+        self.client = client
         self.version, self.optimizer_steps = state["version"], state["optimizer_steps"]
 
 
