@@ -46,7 +46,7 @@ class TinkerServer:
         host.stage("asking the service")
         self._service = Service(options)
         plugins = Plugins.load(context.plugin_files)
-        self._samplers = Samplers(self._service)
+        self._samplers = Samplers(self._service, host.lost)
         self._trainers: dict[str, PolicyTrainer] = {}
         self._algorithms: dict[str, Algorithm] = {}
         self._texts: dict[str, ChatText] = {}
@@ -136,7 +136,8 @@ class TinkerServer:
     def _serve_version(self, name: str) -> None:
         trainer = self._trainers[name]
         with self._service.explained("saving weights for the sampler"):
-            sampler = trainer.client.save_weights_and_get_sampling_client(name=_unique(name, trainer.version))
+            saving = trainer.client.save_weights_and_get_sampling_client_submit()
+            sampler = saving.result(self._service.options.timeout)
         self._samplers.served[name] = Served(trainer.version, sampler, frozenset(self._texts[name].eos_ids))
 
     def _trainer(self, name: str) -> PolicyTrainer:

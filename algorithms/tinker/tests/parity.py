@@ -43,7 +43,7 @@ GRADIENT_CASES = ("GRPO, one optimizer step", "DPO", "REINFORCE++ across calls")
 RANK = 8
 VOCABULARY = 512
 TRAINING_STEPS = 4
-ADAM = OptimizerSection(learning_rate=1e-3, max_grad_norm=1e9, schedule="cosine")
+ADAM = OptimizerSection(learning_rate=3e-4, max_grad_norm=1e9, schedule="cosine")
 """skyrl-tx ignores the largest norm, so that nothing is clipped here."""
 LARGE = 1e3
 GRADIENT = ADAM.model_copy(update={"learning_rate": 1e-2 * LARGE})

@@ -111,6 +111,11 @@ class SkyrlTx:
             assert time.monotonic() < until, "the server does not start"
             time.sleep(0.5)
 
+    def pause(self) -> None:
+        """Leave all requests without an answer from now on."""
+        assert self._server is not None
+        os.killpg(self._server.pid, signal.SIGSTOP)
+
     def kill(self) -> None:
         """Kill it and its engine, if it runs."""
         if self._server is not None:
