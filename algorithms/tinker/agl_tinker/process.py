@@ -155,8 +155,7 @@ class TinkerServer:
 
     def _serve_version(self, name: str) -> None:
         trainer = self._trainers[name]
-        with self._service.explained("saving weights for the sampler"):
-            sampler = self._service.save_sampler(trainer.client)
+        sampler = self._service.save_sampler(trainer.client)
         self._samplers.served[name] = Served(trainer.version, sampler, frozenset(self._texts[name].eos_ids))
 
     def _trainer(self, name: str) -> PolicyTrainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import tinker
 
 from agl_chat.backends import Generation, Request, Response, SampledToken
 from agl_core.apis.dialect import unsupported
+from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_tinker.service import Service
 
@@ -27,12 +29,15 @@ class Served:
 
 
 class Samplers:
-    """The versions that are served now, by policy. A reply is of one version, from its first token to its last."""
+    """The versions that are served now, by policy. A reply is of one version, from its first token to its last.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    A service that does not answer is `lost`: agents would ask again and again.
+    """
+
+    def __init__(self, service: Service, lost: Callable[[str], object]) -> None:
+        self._service, self._lost = service, lost
         self.served: dict[str, Served] = {}
-        self.counters = Counter[str]()
+        self.counters = Counter(tokens_prefilled=0, tokens_decoded=0)
 
     async def generate(self, request: Request) -> Generation:
         """See `agl_chat.backends.Backend`. ApiError for what the service cannot do."""
@@ -46,8 +51,13 @@ class Samplers:
             raise unsupported("temperature", "has to be 1, or 0: a Tinker service trains at 1. Set it")
         served = self.served[request.model]
         prompt = [*request.prompt_ids.tolist(), *request.forced_ids]
-        with self._service.explained("asked for a reply"):
-            replies = await asyncio.gather(*(self._sample(served, request, prompt, n) for n in range(request.n)))
+        try:
+            with self._service.explained("asked for a reply"):
+                replies = await asyncio.gather(*(self._sample(served, request, prompt, n) for n in range(request.n)))
+        except EngineError as error:
+            if isinstance(error.__cause__, (TimeoutError, tinker.APIConnectionError)):
+                self._lost(str(error))
+            raise
         responses = tuple(_response(request, served, choice, reply) for choice, reply in enumerate(replies))
         self.counters["tokens_prefilled"] += len(prompt) * request.n
         self.counters["tokens_decoded"] += sum(len(reply.tokens) for reply in replies)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,9 @@ from agl_core.config.sections import LoraSection
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, engine_context
 from agl_tinker.plugin import TinkerEngine, TinkerOptions
 
-from .skyrl_tx import KEY, SkyrlTx, skyrl_tx
+from .skyrl_tx import SkyrlTx
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyrlTx]:
-    os.environ["TINKER_API_KEY"] = KEY
-    with skyrl_tx(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -22,15 +21,8 @@ ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
 KEY = "tml-anything"
 SECONDS_TO_START = 120.0
-
-
-@dataclass(frozen=True)
-class SkyrlTx:
-    url: str
-    policy: Path
-    """The model's folder, as agl reads it."""
-    base: str
-    """The same, as the server knows it."""
+ADAPTERS = 18
+"""One is the base's. Their number is part of each compiled shape."""
 
 
 def make_policy(folder: Path) -> None:
@@ -66,45 +58,81 @@ def for_old_transformers(policy: Path, base: Path) -> None:
         (base / name).write_text(json.dumps(written))
 
 
-@contextmanager
-def skyrl_tx(folder: Path, *, adapters: int = 4) -> Iterator[SkyrlTx]:
-    """It runs while the block does."""
-    policy, base, programs = folder / "policy", folder / "base", folder / "bin"
-    make_policy(policy)
-    for_old_transformers(policy, base)
-    programs.mkdir()
-    # It starts its engine by `uv run … -m MODULE …`: in this environment all is installed.
-    (programs / "uv").write_text(f'#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nexec {PYTHON} "$@"\n')
-    (programs / "uv").chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        *(PYTHON, "-m", "tx.tinker.api", "--base-model", base, "--host", "127.0.0.1", "--port", str(port)),
-        *("--database-url", f"sqlite:///{folder}/tx.db", "--checkpoints-base", folder / "checkpoints"),
-        *("--backend-config", json.dumps({"max_lora_adapters": adapters, "max_lora_rank": 8})),
-    ]
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu"},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
+class SkyrlTx:
+    """The server, on a port, a database and a checkpoints folder that it keeps when it is killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.policy = folder / "policy"
+        """The model's folder, as agl reads it."""
+        self.base = str(folder / "base")
+        """The same, as the server knows it."""
+        self.checkpoints = folder / "checkpoints"
+        self._log, programs = folder / "server.log", folder / "bin"
+        make_policy(self.policy)
+        for_old_transformers(self.policy, Path(self.base))
+        programs.mkdir()
+        # It starts its engine by `uv run … -m MODULE …`: in this environment all is installed.
+        (programs / "uv").write_text(f'#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nexec {PYTHON} "$@"\n')
+        (programs / "uv").chmod(0o755)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        # Rows of one shape, however many a request has: each shape takes seconds to compile.
+        backend = {"max_lora_adapters": ADAPTERS, "max_lora_rank": 8}
+        backend |= {"train_micro_batch_size": 1, "sample_max_num_sequences": 4}
+        self._command = [
+            *(str(PYTHON), "-m", "tx.tinker.api", "--base-model", self.base, "--host", "127.0.0.1"),
+            *("--port", str(port), "--database-url", f"sqlite:///{folder}/tx.db"),
+            *("--checkpoints-base", str(self.checkpoints), "--backend-config", json.dumps(backend)),
+        ]
+        self._environment = {
+            **os.environ,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(PYTHON.parents[1] / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._server = subprocess.Popen(
+                self._command,
+                cwd=self._log.parent,
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         until = time.monotonic() + SECONDS_TO_START
-        while not _answers(url):
-            assert server.poll() is None, (folder / "server.log").read_text()[-2000:]
+        while not _answers(self.url):
+            assert self._server.poll() is None, self._log.read_text()[-2000:]
             assert time.monotonic() < until, "the server does not start"
             time.sleep(0.5)
-        yield SkyrlTx(url, policy, str(base))
+
+    def pause(self) -> None:
+        """Leave all requests without an answer from now on."""
+        assert self._server is not None
+        os.killpg(self._server.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """Kill it and its engine, if it runs."""
+        if self._server is not None:
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+            self._server = None
+
+
+@contextmanager
+def skyrl_tx(folder: Path) -> Iterator[SkyrlTx]:
+    """It runs while the block does."""
+    server = SkyrlTx(folder)
+    try:
+        server.start()
+        yield server
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        server.kill()
 
 
 def _answers(url: str) -> bool:

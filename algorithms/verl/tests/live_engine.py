@@ -32,9 +32,9 @@ from agl_torch.trainer import PolicyTrainer
 from agl_verl.config import ChosenAlgorithm
 from agl_verl.options import VerlOptions
 from agl_verl.plugin import VerlEngine
+from tests.support.recorded_batches import TOO_LONG
 
 from . import parity, verl_bench
-from .recorded import TOO_LONG
 
 POLICY = Path(__file__).resolve().parents[3] / "examples" / "calc" / "policy"
 OPTIONS: dict[str, Any] = {"beta": 0, "minibatches": 2}

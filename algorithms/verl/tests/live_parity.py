@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agl_core.testing.engines import Row, batch_of
 from agl_verl.config import FUSED, MODEL
 from agl_verl.rows import gather
+from tests.support.recorded_batches import Kind, record
 
-from . import parity, recorded, verl_bench
+from . import parity, verl_bench
 from .parity import POLICY, VOCABULARY
-from .recorded import Kind
 
 LEFT_OUT = tuple(kind for kind in Kind if kind is not Kind.KEPT)
 
@@ -115,7 +115,7 @@ def test_pad_rows_weigh_nothing(name: str) -> None:
 def update(name: str, engine: str, **settings: Any) -> verl_bench.Made:
     """One update on what a run makes of the recorded episodes, from the same weights."""
     case = parity.CASES[name]
-    batch = recorded.record(VOCABULARY, case.kind, **settings)
+    batch = record(VOCABULARY, case.kind, **settings)
     if engine == "torch":
         return verl_bench.TorchBench(POLICY, case.name, case.options).update(batch)
     return verl_bench.VerlBench(POLICY, case.name, case.options).update(batch, VOCABULARY)

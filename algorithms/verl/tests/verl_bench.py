@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from agl_algorithms.policy_gradient import Logprobs
 from agl_algorithms.prepared import lineages, minibatches, prepare, samples_of
 from agl_core.config.sections import OptimizerSection
 from agl_core.learning.batch import filter_trainable
-from agl_core.protocols import EngineContext, PolicySpec, UpdateResult
+from agl_core.protocols import EngineContext, PolicySpec
 from agl_core.types import Batch, CreditKind
 from agl_torch.loading import LoadedModel, load_model
 from agl_torch.trainer import PolicyTrainer
@@ -45,8 +45,8 @@ from agl_verl.rows import (
     lay_out,
     row_of,
 )
-
-from .recorded import TOO_LONG, record
+from tests.support.engine_parity import Made
+from tests.support.recorded_batches import TOO_LONG, record
 
 LEARNING_RATE = 3e-5
 """With random tokens a larger one makes ratios that overflow any clipping."""
@@ -55,18 +55,6 @@ TRAINING_STEPS = 4
 RESPONSE_FIELDS = ("response_mask", "loss_mask", "rollout_log_probs")
 TIED = "lm_head.weight"
 """Of a model with tied embeddings veRL tells them twice."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """An engine's update with a batch."""
-
-    result: UpdateResult
-    change: Tensor
-    """How all parameters of the policy moved, in the model's order."""
-    critic_change: Tensor | None = None
-    pads: tuple[int, ...] = ()
-    """Which of veRL's rows are pad rows."""
 
 
 def one_process() -> None:
@@ -95,7 +83,7 @@ def one_process() -> None:
 def recorded_batch(
     vocabulary: int, kind: CreditKind = CreditKind.RETURN, seed: int = 0, rollouts: int = 9, step: int = 0
 ) -> Batch:
-    """The batch of `recorded.record`, as that of a training step."""
+    """The batch of `recorded_batches.record`, as that of a training step."""
     return replace(record(vocabulary, kind, seed, rollouts), step=step)
 
 

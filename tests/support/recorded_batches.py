@@ -52,11 +52,14 @@ def record(
     rollouts: int = 9,
     *,
     others: Collection[Kind] = (),
+    temperature: float = 0.8,
 ) -> Batch:
     """`others`: calls of these kinds have other tokens and log-probabilities, of the same lengths; stale ones also earn
     something else."""
     random, changed = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
-    episodes = [_episode(random, changed, rollout, rollouts, vocabulary, others) for rollout in range(rollouts)]
+    episodes = [
+        _episode(random, changed, rollout, rollouts, vocabulary, others, temperature) for rollout in range(rollouts)
+    ]
     groups = [episodes[start : start + 3] for start in range(0, rollouts, 3)]
     rule = RULES[kind]
     weights = [WEIGHTS[n % len(WEIGHTS)] for n in range(len(groups))]
@@ -72,6 +75,7 @@ def _episode(
     rollouts: int,
     vocabulary: int,
     others: Collection[Kind],
+    temperature: float,
 ) -> Episode:
     """`changed` makes the calls of the kinds in `others`."""
     name, turns = f"r{rollout}", int(random.integers(2, 5))
@@ -103,7 +107,7 @@ def _episode(
             rollout=name,
             agent=SECOND if turn == 1 and rollout % 3 else TRAINED,
             version=VERSION - MAX_STALENESS - 1 if kind is Kind.STALE and turn == 0 else VERSION - rollout % 2,
-            temperature=0.8,
+            temperature=temperature,
             prompt_ids=prompt.astype(np.int32),
             response_ids=response.astype(np.int32),
             logprobs=logprobs.astype(np.float32),
