@@ -54,6 +54,11 @@ class TinkerEngine(ProcessEngine[TinkerOptions]):
                 raise ConfigError(
                     f"The scale of an adapter is the service's own: leave policies.{name}.model.lora.alpha out."
                 )
+            if spec.algorithm_options.get("teacher_model"):
+                raise ConfigError(
+                    "A teacher is a model of the service: set 'teacher' to its name there or to a tinker:// path, and "
+                    "leave 'teacher_model' out."
+                )
 
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         return None

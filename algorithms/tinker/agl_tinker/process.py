@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from agl_algorithms.policy_gradient import Algorithm
 from agl_chat.api import ModelServer, create_app, serve_in_thread
 from agl_chat.conversation import ChatText, keep_tokenizer_settings, load_text, load_tokenizer, tokenized
-from agl_core.errors import CheckpointError, ConfigError, EngineError, nearest
+from agl_core.errors import CheckpointError, EngineError, nearest
 from agl_core.plugins import Plugins
 from agl_core.protocols import Progress, ResponseScores, UpdateResult
 from agl_core.types import Batch, Call
@@ -66,11 +66,6 @@ class TinkerServer:
             if algorithm.needs_entropy:
                 raise EngineError("A Tinker service tells no entropies: set [algorithm] entropy = 0.")
             teacher = algorithm.teacher if algorithm.needs_scores else None
-            if teacher is not None and teacher.model is not None:
-                raise ConfigError(
-                    f"A teacher is a model of {self._service.place}, and {teacher.place} is another server. Set "
-                    f"'teacher' to a name there or a tinker:// path, and leave 'teacher_model' out."
-                )
             vocabulary = config.get_text_config().vocab_size
             if division is None:
                 host.stage("finding out how the service divides gradients")

@@ -41,18 +41,13 @@ class TrainedBigrams(Bigrams):
         generator = torch.Generator().manual_seed(3)
         self.logits = torch.randn(vocabulary, vocabulary, generator=generator, dtype=torch.float64).requires_grad_()
         self._adam = torch.optim.AdamW([self.logits])
-        self._saved = saved
+        self.saved = saved
         self.requests = 0
 
     def passed(self, data: Sequence[tinker.Datum], loss_fn: str, *, backward: bool) -> list[list[float]]:
-        """Each row's log-probabilities, before the gradient is kept."""
-        logprobs = [self.logprobs(datum) for datum in data]
-        if backward and loss_fn == "cross_entropy":
-            for row, datum in zip(logprobs, data, strict=True):
-                (-(row * torch.tensor(datum.loss_fn_inputs["weights"].data)).sum()).backward()
-        elif backward:
-            self.forward_backward(data, loss_fn)
-        return [row.tolist() for row in logprobs]
+        """Each row's log-probabilities; the gradient is kept."""
+        done = (self.forward_backward if backward else self.forward)(data, loss_fn)
+        return [output["logprobs"].data for output in done.result().loss_fn_outputs]
 
 
 class ScriptedService:

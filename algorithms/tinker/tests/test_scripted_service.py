@@ -9,7 +9,6 @@ import pytest_asyncio
 
 from agl_core.config.sections import LoraSection
 from agl_core.errors import EngineError
-from agl_core.protocols import PolicySpec
 from agl_core.testing.engines import ENGINE_CHECKS, EngineCase, EngineCheck, engine_context
 from agl_tinker.plugin import TinkerEngine, TinkerOptions
 from agl_tinker.service import Service
@@ -76,5 +75,5 @@ def test_a_key_that_the_service_does_not_know_is_said(
 ) -> None:
     monkeypatch.setenv("OTHER_KEY", f"{KEY}-else")
     monkeypatch.delenv("TINKER_API_KEY")  # The client 0.15 prefers it to the key that it is given.
-    with pytest.raises(EngineError, match=r"refuses the key in OTHER_KEY, asked for a s.*: .*Invalid API key"):
-        Service(TinkerOptions(base_url=service.url, api_key_env="OTHER_KEY")).samples(PolicySpec("bigrams"))
+    with pytest.raises(EngineError, match=r"refused, asked for a session: .*Invalid API key.*OTHER_KEY"):
+        Service(TinkerOptions(base_url=service.url, api_key_env="OTHER_KEY")).sampler_of("bigrams")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from agl_algorithms.policy_gradient import Algorithm, Logprobs, Teacher
+from agl_algorithms.policy_gradient import Algorithm, Logprobs
 from agl_algorithms.prepared import minibatches, prepare, samples_of
 from agl_core.config.load import load
 from agl_core.config.sections import LoraSection, OptimizerSection
@@ -197,6 +197,9 @@ def test_what_it_cannot_train_is_said_before_anything_starts(tmp_path: Path, mon
         TinkerEngine(TinkerOptions(), engine_context(tmp_path, "model"))
     with pytest.raises(ConfigError, match=r"leave policies.default.model.lora.alpha out"):
         TinkerEngine(TinkerOptions(), engine_context(tmp_path, "model", lora=LoraSection(alpha=8)))
+    elsewhere = {"algorithm_options": {"teacher": "http://there/v1", "teacher_model": "big"}}
+    with pytest.raises(ConfigError, match="leave 'teacher_model' out"):
+        TinkerEngine(TinkerOptions(), engine_context(tmp_path, "model", lora=LoraSection(), **elsewhere))
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     with pytest.raises(EngineError, match="TINKER_API_KEY has no key for Tinker"):
         Service(TinkerOptions())
@@ -215,19 +218,17 @@ def test_another_temperature_is_refused_by_the_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "expected"),
+    ("model", "expected"),
     [
         ("Qwen/Qwen3-32B", {"base_model": "Qwen/Qwen3-32B"}),
         ("tinker://run/sampler_weights/last", {"model_path": "tinker://run/sampler_weights/last"}),
     ],
 )
-def test_a_teacher_is_a_model_of_the_service(place: str, expected: dict[str, str]) -> None:
+def test_a_teacher_is_a_model_of_the_service(model: str, expected: dict[str, str]) -> None:
     service: Any = object.__new__(Service)
     service.options, service.place = TinkerOptions(), "Tinker"
     service.client = SimpleNamespace(create_sampling_client=lambda **given: given)
-    assert service.sampler_of(Teacher(place)) == expected
-    with pytest.raises(ConfigError, match="http://there/v1 is another server"):
-        service.sampler_of(Teacher("http://there/v1", "big"))
+    assert service.sampler_of(model) == expected
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_service_refuses_is_said_with_the_remedy(answer: Answer, said: str) -> None:
     with serving(lambda path, body: answer) as url, pytest.raises(EngineError, match=f"{url} {said}") as raised:
         Service(TinkerOptions(base_url=url))
-    assert "asked for its models" in str(raised.value)
+    assert "asked for a session" in str(raised.value)
 
 
 class Paused:
