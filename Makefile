@@ -128,7 +128,7 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 test-harnesses: install ## Test command-line agents as they are published (a quarter of an hour, 3 GB); HARNESS=codex: one of them; NEWEST=1: their newest releases
 	@$(PYTEST) -o python_files='live_*.py' adapters/harnesses/tests
 
-test-tinker: install $(TINKER)/.installed ## Test the engine for the Tinker API with skyrl-tx on the CPU (ten minutes, 2 GB)
+test-tinker: install $(TINKER)/.installed ## Test the engine for the Tinker API with skyrl-tx on the CPU (five minutes, 2 GB)
 	@$(PYTEST) -o python_files='live_*.py' algorithms/tinker/tests
 
 newest: ## Test all adapters and veRL with the newest releases of what they need, and say what breaks (an hour, 12 GB)
