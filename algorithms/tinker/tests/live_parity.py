@@ -64,7 +64,6 @@ async def test_both_engines_have_the_same_gradient(gradients: Served, name: str)
     """An optimizer step that is the gradient times a number shows its size too, which Adam takes out."""
     for by_torch, by_tinker in await parity.updates(gradients, name):
         difference = (by_tinker.change - by_torch.change).norm() / by_torch.change.norm()
-        print(name, float(difference), float(by_torch.change.norm()))
         assert difference < 1e-4
 
 
@@ -90,8 +89,10 @@ async def test_calcs_curve_is_that_of_the_torch_engine_for_five_steps(served: Se
     for step in range(CURVE_STEPS):
         rows = [await ask(served, CURVE, question, seed) for question in QUESTIONS for seed in range(SAMPLES)]
         rows = [replace(row, value=float(np.mean(np.array(row.response) % 2 == 0))) for row in rows]
-        batch = replace(batch_of(rows, version=step), step=step + 1)
+        batch = batch_of(rows, version=step)
         made.append((by_torch.update(batch), await served.update(CURVE, batch)))
-        print(step, np.mean([row.value for row in rows]), compared(made[-1]))
+    # Ten times what was measured: 1e-6 and 5e-7. Adam makes a sign of a tiny gradient, so the cosine was 1 - 5e-5.
     distance = compared(*made)
-    assert distance.within, distance
+    assert distance.logprobs < 1e-5, distance
+    assert max(distance.metrics, distance.loss, distance.advantages) < 5e-6, distance
+    assert distance.cosine > 0.9995, distance
