@@ -23,8 +23,8 @@ from .skyrl_tx import KEY, ROOT, SkyrlTx, skyrl_tx
 
 TIMEOUT = 60.0
 """`engine.tinker.timeout` here, in seconds: a server that compiles on a busy machine is not dead."""
-MOST_SECONDS = 3 * TIMEOUT
-"""Until a run notices: a reply that is waited for, an update's pass or a save take TIMEOUT each, one after another."""
+MOST_SECONDS = 2 * TIMEOUT
+"""Until it ends: 47 seconds were measured with a TIMEOUT of 40."""
 pytestmark = pytest.mark.timeout(1200)
 
 
@@ -37,8 +37,8 @@ def own_server(tmp_path: Path) -> Iterator[SkyrlTx]:
 
 async def test_an_update_whose_server_dies_ends_with_the_remedy(own_server: SkyrlTx, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    algorithm: dict[str, Any] = {"lora": LoraSection(rank=8), "algorithm_options": {"leash": 0.0, "rounds": 2}}
-    context = engine_context(tmp_path, str(own_server.policy), **algorithm)
+    changes: dict[str, Any] = {"algorithm": "grpo", "algorithm_options": {"epochs": 2}}
+    context = engine_context(tmp_path, str(own_server.policy), lora=LoraSection(rank=8), **changes)
     engine = TinkerEngine(TinkerOptions(base_url=own_server.url, base_model=own_server.base, timeout=TIMEOUT), context)
     died = list[float]()
 
