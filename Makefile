@@ -50,7 +50,7 @@ TINKER_NEED := 'skyrl-tx[tinker]==0.3.0' tinker==0.15.0 'jax<0.10' flax==0.12.6 
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help size install quickstart quickstart-verl test test-all storms test-verl test-frameworks test-harnesses test-tinker newest newest-tinker newest-verl lint types oracles trackers textworld faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
+.PHONY: help size install quickstart quickstart-tinker quickstart-verl test test-all storms test-verl test-frameworks test-harnesses test-tinker newest newest-tinker newest-verl lint types oracles trackers textworld faults fuzz comparison credit credit-quick bench-server bench-capture policy docs site dist experiments cold-start smollm smollm-calculator clean gpu
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,14 @@ quickstart: install ## Install, and train a real LangChain agent on the CPU in a
 quickstart-verl: $(VERL)/.installed ## The same with veRL, Ray and vLLM, also on the CPU (half an hour, 9 GB)
 	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
 		--set engine.verl.gradient_checkpointing=false
+
+quickstart-tinker: install $(TINKER)/.installed ## The same by the Tinker API, with skyrl-tx on the CPU as the service (ten minutes, 2 GB)
+	@$(BIN)/python -m algorithms.tinker.tests.skyrl_tx examples/calc/policy-qwen3 \
+		$(BIN)/agl train examples/calc/train.toml --engine tinker --set name=calc-tinker \
+		--set engine.tinker.base_url={url} --set engine.tinker.base_model={base} \
+		--set policies.default.model.path=policy-qwen3 --set policies.default.model.lora.rank=8 \
+		--set policies.default.optimizer.learning_rate=4e-3 \
+		--set train.steps=8 --set train.groups_per_step=8 --set eval.every=8 --set eval.tasks=40
 
 cold-start: install ## Train a policy that never succeeds: on demonstrations, on its best rollouts, then with GRPO (three minutes)
 	@$(BIN)/python examples/trip/make_cold_start.py

@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PRODUCT = ("core/", "server/", "adapters/", "algorithms/", "rewards/", "apps/")
 CORE, SERVER = "core/agl_core/", "server/agl_server/"
 BOUNDS = {
-    "lines of the product": 48873,
+    "lines of the product": 49050,
     "files of the product": 251,
     "lines of the core": 14658,
-    "lines of the server": 13166,
+    "lines of the server": 13246,
     "lines of the largest room of both": 2817,
     "modules in a circle of imports": 0,
-    "lines of all Python": 111873,
-    "words of Markdown": 80967,
+    "lines of all Python": 113386,
+    "words of Markdown": 82019,
     "files that one call passes": 36,
-    "settings": 207,
+    "settings": 211,
 }
 SLACK = 0.01
 """A bound may be this much above the figure."""

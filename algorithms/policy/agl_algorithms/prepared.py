@@ -112,6 +112,25 @@ class PreparedBatch:
         weight_N[self.usable] = self.samples.sums(self.corrected(self.weights_R)).cpu().numpy()
         return UpdateResult(version, metrics, advantage_N, weight_N, self.dropped, logprobs_N, precision)
 
+    def loss(
+        self,
+        algorithm: Algorithm,
+        tokens_R: Tensor,
+        weights_r: Tensor,
+        current_r: Tensor,
+        old_R: Tensor,
+        reference_R: Tensor | None,
+        entropy_r: Tensor | None = None,
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """`Algorithm.loss` of the [r] tokens that `tokens_R` picks; behaviour that is not known counts as old."""
+        samples, old_r, behaviour_r = self.samples, old_R[tokens_R], self.samples.behaviour_R[tokens_R]
+        transition_r, mask_r = samples.transition_R[tokens_R], samples.mask_R[tokens_R]
+        part = replace(samples, transition_R=transition_r, mask_R=mask_r, behaviour_R=behaviour_r)
+        known_r = torch.where(behaviour_r.isnan(), old_r, behaviour_r)
+        reference_r = None if reference_R is None else reference_R[tokens_R]
+        logprobs = Logprobs(current_r, old_r, known_r, reference_r, entropy_r)
+        return algorithm.loss(part, logprobs, self.advantages_R[tokens_R], weights_r)
+
     def metrics(self) -> dict[str, float]:
         """The metrics that do not come from optimizer steps."""
         advantage = self._advantage_M()[self.trained]

@@ -5,7 +5,7 @@ Importing it imports neither torch nor the client: a configuration is checked wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -59,9 +59,6 @@ class TinkerEngine(ProcessEngine[TinkerOptions]):
                     "A teacher is a model of the service: set 'teacher' to its name there or to a tinker:// path, and "
                     "leave 'teacher_model' out."
                 )
-
-    def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
-        return None
 
     def describe(self) -> str:
         place = self._options.base_url or "Tinker"

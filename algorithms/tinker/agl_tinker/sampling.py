@@ -41,12 +41,10 @@ class Samplers:
 
     async def generate(self, request: Request) -> Generation:
         """See `agl_chat.backends.Backend`. ApiError for what the service cannot do."""
-        if request.grammar is not None:
-            raise unsupported("response_format", "is not supported: a Tinker service has no grammars. Leave it out")
-        if request.top:
-            raise unsupported("top_logprobs", "is not supported by a Tinker service. Leave it out")
-        if foreign := sorted(request.distortions.keys() - {"top_k"}):
-            raise unsupported(foreign[0], "is not supported by a Tinker service. Leave it out")
+        foreign = {"response_format": request.grammar, "top_logprobs": request.top or None, **request.distortions}
+        for name, value in foreign.items():
+            if value is not None and name != "top_k":
+                raise unsupported(name, "is not supported by a Tinker service. Leave it out")
         if request.temperature not in (0.0, 1.0):
             raise unsupported("temperature", "has to be 1, or 0: a Tinker service trains at 1. Set it")
         served = self.served[request.model]

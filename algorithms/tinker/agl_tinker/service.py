@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import tarfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -205,4 +206,4 @@ def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> tinker.Datum:
 
 def unique(policy: str, version: int) -> str:
     """A name at the service; a version that is trained again after a resume has other weights."""
-    return f"agl-{policy}-{version}-{uuid.uuid4().hex[:8]}"
+    return f"agl-{re.sub('[^a-zA-Z0-9_-]', '-', policy)}-{version}-{uuid.uuid4().hex[:8]}"

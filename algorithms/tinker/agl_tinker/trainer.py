@@ -11,7 +11,6 @@ known before, and `cross_entropy` has it as its weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -96,15 +95,13 @@ class PolicyTrainer:
         _check_temperature(prepared)
         rows, unknown_R = self._rows(prepared.batch, prepared.trained), torch.full_like(samples.behaviour_R, torch.nan)
         reference_R = self._frozen_logprobs(self._reference, rows, unknown_R) if algorithm.needs_reference else None
-        needs_old = algorithm.needs_scores or algorithm.minibatches > 1
-        old_R = self._forward(rows, unknown_R) if needs_old else unknown_R
+        once = algorithm.epochs == algorithm.minibatches == 1 and not algorithm.needs_scores
+        old_R = unknown_R if once else self._forward(rows, unknown_R)
         rescored: dict[str, float] = {}
         if algorithm.needs_scores and len(prepared.trained):
             teacher_R = None if self._teacher is None else self._frozen_logprobs(self._teacher, rows, unknown_R)
             logprobs = Logprobs(old_R, old_R, old_R, reference_R, teacher_R=teacher_R)
             prepared, rescored = prepared.rescored(algorithm, logprobs)
-        gap = 0 if algorithm.epochs == algorithm.minibatches == 1 else 1
-        recorded_R, is_gated = samples.behaviour_R.nan_to_num(nan=-1.0), gap and algorithm.target_kl is not None
         steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self._seed, self.version])
         steps *= algorithm.epochs
         sums: dict[str, float] = {}
@@ -114,15 +111,12 @@ class PolicyTrainer:
             of_step = self._rows(prepared.batch, chosen)
             tokens_R = torch.isin(samples.transition_R, torch.from_numpy(chosen))
             gradient = partial(_gradient, algorithm, prepared, reference_R, tokens_R, weights_R)
-            current_R, constant_R = old_R, None
-            if applied or not needs_old:  # Otherwise nothing has changed since.
-                if self._division.weighs and not is_gated:
-                    constant_R = _constant(gradient, recorded_R, gap)
-                if constant_R is None:
-                    current_R = self._forward(of_step, unknown_R)
-                else:
-                    current_R = self._backward(of_step, constant_R)
-            if number == 0 and not needs_old:
+            constant_R = _constant(gradient, samples.behaviour_R) if once and self._division.weighs else None
+            if constant_R is not None:
+                current_R = self._backward(of_step, constant_R)
+            else:  # Before the first step nothing has changed since.
+                current_R = self._forward(of_step, unknown_R) if applied or once else old_R
+            if once:
                 old_R = current_R
             gradient_R, measured = gradient(current_R, old_R)
             kl = measured.get("kl_old", 0.0) / (float(weights_R[tokens_R].sum()) or 1.0)
@@ -131,7 +125,8 @@ class PolicyTrainer:
                 break
             progress((number + 0.5) / len(steps))
             if constant_R is not None and (gradient_R is None or not torch.equal(gradient_R, constant_R)):
-                self._renew()
+                # A new adapter with the same weights and optimizer has no wrong gradient.
+                self.restore(self.state(unique("renewed", self.version)))
                 constant_R = None
             if gradient_R is None:
                 skipped += 1
@@ -206,29 +201,14 @@ class PolicyTrainer:
         """One optimizer step; returns its size."""
         settings = self._settings
         assert settings.learning_rate is not None
-        rate = settings.learning_rate * rate_share(
-            settings.schedule,
-            settings.warmup_steps,
-            steps=self.optimizer_steps,
-            training_step=training_step,
-            training_steps=self._training_steps,
-        )
-        adam = tinker.AdamParams(
-            learning_rate=rate,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            weight_decay=settings.weight_decay,
-            grad_clip_norm=settings.max_grad_norm,
-        )
+        steps = (self.optimizer_steps, training_step, self._training_steps)
+        rate = settings.learning_rate * rate_share(settings.schedule, settings.warmup_steps, *steps)
+        limits = {"weight_decay": settings.weight_decay, "grad_clip_norm": settings.max_grad_norm}
+        adam = tinker.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.999, eps=1e-8, **limits)
         with self._service.explained("making an optimizer step"):
             self.client.optim_step(adam).result(self._service.options.timeout)
         self.optimizer_steps += 1
         return rate
-
-    def _renew(self) -> None:
-        """A new adapter with the same weights and optimizer, without the wrong gradient that the old one has."""
-        self.restore(self.state(unique("renewed", self.version)))
 
     def state(self, name: str) -> dict[str, Any]:
         """All that later updates depend on; the service keeps weights and optimizer."""
@@ -255,22 +235,8 @@ def _gradient(
     old_R: Tensor,
 ) -> tuple[Tensor | None, dict[str, float]]:
     """[R] the gradient of the step's loss with respect to each log-probability, 0 elsewhere; None if not finite."""
-    samples = prepared.samples
     leaf_r = current_R[tokens_R].detach().requires_grad_()
-    old_r, behaviour_r = old_R[tokens_R], samples.behaviour_R[tokens_R]
-    part = replace(
-        samples,
-        transition_R=samples.transition_R[tokens_R],
-        mask_R=samples.mask_R[tokens_R],
-        behaviour_R=behaviour_r,
-    )
-    logprobs = Logprobs(
-        current_R=leaf_r,
-        old_R=old_r,
-        behaviour_R=torch.where(behaviour_r.isnan(), old_r, behaviour_r),
-        reference_R=None if reference_R is None else reference_R[tokens_R],
-    )
-    loss, measured = algorithm.loss(part, logprobs, prepared.advantages_R[tokens_R], weights_R[tokens_R])
+    loss, measured = prepared.loss(algorithm, tokens_R, weights_R[tokens_R], leaf_r, old_R, reference_R)
     [gradient_r] = torch.autograd.grad(loss, [leaf_r])
     metrics = {"loss": float(loss.detach())} | {name: float(value.detach()) for name, value in measured.items()}
     if not (torch.isfinite(loss) and torch.isfinite(gradient_r).all()):
@@ -280,13 +246,10 @@ def _gradient(
     return gradient_R, metrics
 
 
-def _constant(gradient: Callable[[Tensor, Tensor], tuple[Tensor | None, Any]], at_R: Tensor, gap: int) -> Tensor | None:
-    """[R] a gradient that seems to be the same at all log-probabilities; None if there is no such.
-
-    It is compared at two points: where all ratios are 1, and below. In a single step current log-probabilities are the
-    old ones, later there is a gap.
-    """
-    here_R, below_R = gradient(at_R, at_R)[0], gradient(at_R - 1, at_R - 1 - gap)[0]
+def _constant(gradient: Callable[[Tensor, Tensor], tuple[Tensor | None, Any]], at_R: Tensor) -> Tensor | None:
+    """[R] the gradient of a single step, if it is the same at two points; None if it depends on log-probabilities."""
+    at_R = at_R.nan_to_num(nan=-1.0)
+    here_R, below_R = gradient(at_R, at_R)[0], gradient(at_R - 1, at_R - 1)[0]
     return here_R if here_R is not None and below_R is not None and torch.equal(here_R, below_R) else None
 
 

@@ -1,4 +1,10 @@
-"""skyrl-tx, a server with the Tinker API, on this machine's CPU, with a tiny random Qwen3."""
+"""skyrl-tx, a server with the Tinker API, on this machine's CPU, with a tiny random Qwen3, or with another policy:
+
+    python -m algorithms.tinker.tests.skyrl_tx POLICY COMMAND…
+
+starts it, runs the command with `{url}` and `{base}` filled in (the server's address, and its name of the policy), with
+its key in the environment, and stops it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,8 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,14 +69,16 @@ def for_old_transformers(policy: Path, base: Path) -> None:
 class SkyrlTx:
     """The server, on a port, a database and a checkpoints folder that it keeps when it is killed and started again."""
 
-    def __init__(self, folder: Path) -> None:
-        self.policy = folder / "policy"
+    def __init__(self, folder: Path, policy: Path | None = None, *, adapters: int = ADAPTERS, rows: int = 1) -> None:
+        """Up to `rows` rows of an update, and four times as many replies, are computed together."""
+        self.policy = policy or folder / "policy"
         """The model's folder, as agl reads it."""
         self.base = str(folder / "base")
         """The same, as the server knows it."""
         self.checkpoints = folder / "checkpoints"
         self._log, programs = folder / "server.log", folder / "bin"
-        make_policy(self.policy)
+        if policy is None:
+            make_policy(self.policy)
         for_old_transformers(self.policy, Path(self.base))
         programs.mkdir()
         # It starts its engine by `uv run … -m MODULE …`: in this environment all is installed.
@@ -79,8 +89,8 @@ class SkyrlTx:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         # Rows of one shape, however many a request has: each shape takes seconds to compile.
-        backend = {"max_lora_adapters": ADAPTERS, "max_lora_rank": 8}
-        backend |= {"train_micro_batch_size": 1, "sample_max_num_sequences": 4}
+        backend = {"max_lora_adapters": adapters, "max_lora_rank": 8}
+        backend |= {"train_micro_batch_size": rows, "sample_max_num_sequences": 4 * rows}
         self._command = [
             *(str(PYTHON), "-m", "tx.tinker.api", "--base-model", self.base, "--host", "127.0.0.1"),
             *("--port", str(port), "--database-url", f"sqlite:///{folder}/tx.db"),
@@ -140,3 +150,21 @@ def _answers(url: str) -> bool:
         return httpx.get(f"{url}/api/v1/healthz", trust_env=False).is_success
     except httpx.HTTPError:
         return False
+
+
+def main() -> int:
+    policy, *command = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        server = SkyrlTx(Path(folder), Path(policy).resolve(), adapters=4, rows=8)
+        try:
+            server.start()
+            filled = [part.replace("{url}", server.url).replace("{base}", server.base) for part in command]
+            return subprocess.run(filled, env={**os.environ, "TINKER_API_KEY": KEY}).returncode
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            server.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -60,14 +60,8 @@ class PolicyOptimizer:
         """The size of the next step: it grows linearly over the warm-up, and follows the schedule."""
         settings, rate = self.settings, self.settings.learning_rate
         assert rate is not None, "the trainer chooses one"
-        share = rate_share(
-            settings.schedule,
-            settings.warmup_steps,
-            steps=self.steps,
-            training_step=self.training_step,
-            training_steps=self.training_steps,
-        )
-        return rate * share
+        steps = (self.steps, self.training_step, self.training_steps)
+        return rate * rate_share(settings.schedule, settings.warmup_steps, *steps)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on besides the weights; tensors and plain values only."""

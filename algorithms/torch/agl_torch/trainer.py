@@ -154,17 +154,10 @@ class PolicyTrainer:
             scores = score(model, micro, allowed, entropy_gradient=algorithm.needs_entropy)
             if once:
                 old_R[tokens_R] = scores.logprobs_R.detach()
-            behaviour_R = samples.behaviour_R[tokens_R]
-            logprobs = Logprobs(
-                current_R=scores.logprobs_R,
-                old_R=old_R[tokens_R],
-                behaviour_R=torch.where(behaviour_R.isnan(), old_R[tokens_R], behaviour_R),
-                reference_R=None if reference_R is None else reference_R[tokens_R],
-                entropy_R=scores.entropy_R if algorithm.needs_entropy else None,
+            entropy_r = scores.entropy_R if algorithm.needs_entropy else None
+            loss, measured = prepared.loss(
+                algorithm, tokens_R, token_weights_R, scores.logprobs_R, old_R, reference_R, entropy_r
             )
-            transition_R, mask_R = samples.transition_R[tokens_R], samples.mask_R[tokens_R]
-            part = replace(samples, transition_R=transition_R, mask_R=mask_R, behaviour_R=behaviour_R)
-            loss, measured = algorithm.loss(part, logprobs, prepared.advantages_R[tokens_R], token_weights_R)
             return loss, {"loss": loss, "entropy": (token_weights_R * scores.entropy_R).sum(), **measured}
 
         steps = minibatches(prepared.batch, prepared.trained, algorithm.minibatches, [self.seed, self.version])

@@ -62,13 +62,8 @@ class StepSizes:
 
     def apply(self) -> None:
         settings = self._settings
-        share = rate_share(
-            settings.lr_scheduler_type,
-            settings.lr_warmup_steps,
-            steps=self.steps,
-            training_step=self.training_step,
-            training_steps=settings.total_training_steps,
-        )
+        steps = (self.steps, self.training_step, settings.total_training_steps)
+        share = rate_share(settings.lr_scheduler_type, settings.lr_warmup_steps, *steps)
         for group, rate in zip(self._optimizer.param_groups, self._initial, strict=True):
             group["lr"] = rate * share
 

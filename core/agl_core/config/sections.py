@@ -140,10 +140,10 @@ class OptimizerSection(Section):
     """Gradients are clipped to this global norm."""
 
 
-def rate_share(schedule: str, warmup_steps: int, *, steps: int, training_step: int, training_steps: int) -> float:
+def rate_share(schedule: str, warmup_steps: int, steps: int, training_step: int, training_steps: int) -> float:
     """The share of the step size after `steps` optimizer steps, in a training step (1, 2, …): warm-up times schedule.
 
-    >>> [rate_share("constant", 4, steps=n, training_step=1, training_steps=10) for n in (0, 3, 9)]
+    >>> [rate_share("constant", 4, n, 1, 10) for n in (0, 3, 9)]
     [0.25, 1.0, 1.0]
     """
     warm = min(1.0, (steps + 1) / warmup_steps) if warmup_steps > 0 else 1.0

@@ -15,7 +15,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from agl_core import kinds
-from agl_core.cli.screen import AsJson, print_json
+from agl_core.cli.screen import AsJson, Set, print_json
 from agl_core.cli.words import harmless
 from agl_core.cli.worker import find_server
 from agl_core.client.worker import LightningClient
@@ -60,6 +60,7 @@ def doctor(
     upstream: UpstreamUrl = None,
     upstream_key_env: KeyVariable = None,
     model: Model = None,
+    set_: Set = [],
     as_json: AsJson = False,
 ) -> None:
     """Check this environment and, if you name one, a configuration with its engine, a model server, or a run.
@@ -71,7 +72,7 @@ def doctor(
     Each problem comes with what to do. The exit status is 1 if something that is needed is broken.
     """
     findings = []
-    for finding in _findings(target, upstream, upstream_key_env, model):
+    for finding in _findings(target, set_, upstream, upstream_key_env, model):
         findings.append(finding)
         if not as_json:
             typer.echo(harmless(f"{finding.mark:<4}  {finding.subject}: {finding.text}"))
@@ -82,16 +83,16 @@ def doctor(
     raise typer.Exit(int(any(finding.mark == "FAIL" for finding in findings)))
 
 
-def _findings(target: Path | None, upstream: str | None, key_env: str | None, model: str | None) -> Findings:
+def _findings(target: Path | None, set_: list[str], url: str | None, key: str | None, model: str | None) -> Findings:
     if target is not None and target.suffix != ".toml":
         yield from _checked("run", _run(target))
         return
     yield Finding("ok", "Python", platform.python_version())
     yield from _checked("plugins", _plugins())
     if target is not None:
-        yield from _checked("configuration", _configuration(target))
-    if upstream is not None:
-        yield from _checked("model server", _server(upstream, key_env, model))
+        yield from _checked("configuration", _configuration(target, set_))
+    if url is not None:
+        yield from _checked("model server", _server(url, key, model))
 
 
 def _checked(subject: str, findings: Findings) -> Findings:
@@ -113,8 +114,8 @@ def _plugins() -> Findings:
         yield Finding("note", "plugins", text, "fix, reinstall or uninstall it; what it brings is missing")
 
 
-def _configuration(file: Path) -> Findings:
-    loaded = load(file)
+def _configuration(file: Path, set_: list[str]) -> Findings:
+    loaded = load(file, set_)
     yield Finding("ok", "configuration", f"{file} is valid")
     if loaded.config.agent is not None:
         text = (

@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import time
-from abc import abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -43,9 +42,6 @@ class ProcessEngine(Engine, Generic[Options]):
 
     class MyEngine(ProcessEngine[MyOptions]):
         module = "my_engine.process"  # python -m my_engine.process; see agl_server.engines.child
-
-        def remedy(self, lines, exit_code):
-            return None
     """
 
     module: ClassVar[str]
@@ -77,9 +73,9 @@ class ProcessEngine(Engine, Generic[Options]):
         self._log = context.run_dir / LOG_NAME
         self._log_start = 0
 
-    @abstractmethod
     def remedy(self, lines: Sequence[str], exit_code: int | None) -> str | None:
         """Advice about an error, or the last lines of the log; `exit_code` is None while the process runs."""
+        return None
 
     @property
     def pid(self) -> int | None:

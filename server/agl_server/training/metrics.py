@@ -67,11 +67,7 @@ class Prices(Section):
         return sum(prices.get(kind, 0.0) * count for kind, count in tokens.items()) / 1e6
 
     def describe(self, tokens: Mapping[str, float]) -> str:
-        """Tokens by kind in words, and their cost if there are prices.
-
-        >>> Prices(prefill=200, sample=500).describe({"prefilled": 12000, "decoded": 300})
-        '12,000 tokens prefilled, 300 tokens sampled; cost 2.55'
-        """
+        """Tokens by kind in words, and their cost if there are prices."""
         counted = ", ".join(f"{count:,.0f} tokens {kind}" for kind, count in tokens.items()) or "not counted"
         return counted.replace("decoded", "sampled") + (f"; cost {cost:,.2f}" if (cost := self.cost(tokens)) else "")
 
