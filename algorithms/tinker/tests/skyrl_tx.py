@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-tinker" / "bin" / "python"
 KEY = "tml-anything"
 SECONDS_TO_START = 120.0
+RANK = 8
+"""The largest of an adapter."""
 ADAPTERS = 18
 """One is the base's. Their number is part of each compiled shape."""
 
@@ -69,17 +71,20 @@ def for_old_transformers(policy: Path, base: Path) -> None:
 class SkyrlTx:
     """The server, on a port, a database and a checkpoints folder that it keeps when it is killed and started again."""
 
-    def __init__(self, folder: Path, policy: Path | None = None, *, adapters: int = ADAPTERS, rows: int = 1) -> None:
-        """Up to `rows` rows of an update, and four times as many replies, are computed together."""
+    def __init__(
+        self, folder: Path, policy: Path | None = None, *, name: str = "", adapters: int = ADAPTERS, rows: int = 1
+    ) -> None:
+        """`name` is its own of the model. Up to `rows` rows of an update are computed together, and four times as many
+        replies."""
         self.policy = policy or folder / "policy"
         """The model's folder, as agl reads it."""
-        self.base = str(folder / "base")
+        self.base = name or str(folder / "base")
         """The same, as the server knows it."""
         self.checkpoints = folder / "checkpoints"
         self._log, programs = folder / "server.log", folder / "bin"
         if policy is None:
             make_policy(self.policy)
-        for_old_transformers(self.policy, Path(self.base))
+        for_old_transformers(self.policy, folder / self.base)
         programs.mkdir()
         # It starts its engine by `uv run … -m MODULE …`: in this environment all is installed.
         (programs / "uv").write_text(f'#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nexec {PYTHON} "$@"\n')
@@ -89,7 +94,7 @@ class SkyrlTx:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         # Rows of one shape, however many a request has: each shape takes seconds to compile.
-        backend = {"max_lora_adapters": adapters, "max_lora_rank": 8}
+        backend = {"max_lora_adapters": adapters, "max_lora_rank": RANK}
         backend |= {"train_micro_batch_size": rows, "sample_max_num_sequences": 4 * rows}
         self._command = [
             *(str(PYTHON), "-m", "tx.tinker.api", "--base-model", self.base, "--host", "127.0.0.1"),
