@@ -37,6 +37,6 @@ def test_a_stranger_goes_from_a_key_to_a_trained_adapter(tmp_path: Path) -> None
     assert summary["steps"] == 4
     assert summary["cost"] > 0
     for adapter in (reader / "runs" / "calc" / "model", reader / "my-adapter"):
-        assert PeftConfig.from_pretrained(adapter).base_model_name_or_path == NAME
+        assert PeftConfig.from_pretrained(adapter).base_model_name_or_path.endswith(NAME)
         weights = load_file(adapter / "adapter_model.safetensors")
         assert any(tensor.any() for name, tensor in weights.items() if "lora_B" in name), "it was trained"
