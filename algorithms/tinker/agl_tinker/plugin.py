@@ -44,6 +44,8 @@ class TinkerEngine(ProcessEngine[TinkerOptions]):
 
     def __init__(self, options: TinkerOptions, context: EngineContext) -> None:
         super().__init__(options, context)
+        if context.deterministic:
+            raise ConfigError("No service repeats a run bit for bit: set [train] deterministic = false.")
         for name, spec in context.policies.items():
             if spec.algorithm and spec.lora is None:
                 raise ConfigError(

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -48,7 +49,6 @@ class TinkerServer:
         self._trainers: dict[str, PolicyTrainer] = {}
         self._algorithms: dict[str, Algorithm] = {}
         self._texts: dict[str, ChatText] = {}
-        self._specs = context.policies
         chats, lengths, division = dict[str, ModelServer](), list[int](), None
         for seed, (name, spec) in enumerate(context.policies.items(), context.seed):
             host.stage(f"an adapter for '{name}'")
@@ -112,7 +112,7 @@ class TinkerServer:
 
     def _export(self, name: str, folder: Path) -> None:
         """Write the adapter as peft loads it. The checkpoint is whole without: the service has the weights."""
-        trainer, spec = self._trainers[name], self._specs[name]
+        spec = (trainer := self._trainers[name]).spec
         assert spec.lora is not None, "the run's side checks it"
         try:
             with self._service.explained("saving weights to download them"):
@@ -144,9 +144,10 @@ class TinkerServer:
         return {name: served.version for name, served in self._samplers.served.items()}
 
     def stats(self) -> Mapping[str, float]:
-        trained = sum(trainer.tokens_trained for trainer in self._trainers.values())
-        scored = sum(trainer.tokens_scored for trainer in self._trainers.values())
-        return {"tokens_reused": 0.0, **self._samplers.counters, "tokens_trained": trained, "tokens_scored": scored}
+        counted = Counter(tokens_reused=0)
+        for counters in (self._samplers.counters, *(trainer.counters for trainer in self._trainers.values())):
+            counted.update(counters)
+        return counted
 
     def _serve_version(self, name: str) -> None:
         trainer = self._trainers[name]

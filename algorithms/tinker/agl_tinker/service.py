@@ -9,6 +9,7 @@ import re
 import tarfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,29 +70,24 @@ class Service:
             )
         chosen: Any = {part: names <= targets for part, names in parts.items()}
         with self.explained(f"asked for an adapter of {self.base_of(spec)!r}"):
-            client = self.client.create_lora_training_client(
-                base_model=self.base_of(spec), rank=spec.lora.rank, seed=seed, **chosen
-            )
-            return self.ready(client)
+            given = {"base_model": self.base_of(spec), "rank": spec.lora.rank, "seed": seed, **chosen}
+            return self.ready(lambda: self.client.create_lora_training_client(**given))
 
-    def ready(self, client: Client) -> Client:
-        """A client itself: the newest releases give a future of it."""
-        return client.result(self.options.timeout) if hasattr(client, "result") else client
+    def ready(self, create: Callable[[], Client]) -> Client:
+        """A client, in time: older releases wait for ever, the newest give a future of it."""
+        client: Any = ThreadPoolExecutor(1).submit(create).result(self.options.timeout)
+        return cast(Client, client.result(self.options.timeout) if hasattr(client, "result") else client)
 
     def sampler_of(self, model: str) -> tinker.SamplingClient:
         """A sampler of a model of the service, by its name or by the `tinker://` path of saved weights."""
         chosen: Any = {"model_path" if model.startswith("tinker://") else "base_model": model}
         with self.explained(f"asked for a sampler of {model!r}"):
-            return self.ready(self.client.create_sampling_client(**chosen))
+            return self.ready(lambda: self.client.create_sampling_client(**chosen))
 
     def save_sampler(self, client: tinker.TrainingClient) -> tinker.SamplingClient:
         """A sampler of a client's weights as they are now."""
-        # Older releases have a second name for what does not block.
-        save = getattr(
-            client, "save_weights_and_get_sampling_client_submit", client.save_weights_and_get_sampling_client
-        )
         with self.explained("saving weights for the sampler"):
-            return self.ready(save())
+            return self.ready(client.save_weights_and_get_sampling_client)
 
     def download(self, path: str, folder: Path) -> None:
         """Unpack saved sampler weights into a new folder."""

@@ -10,6 +10,7 @@ known before, and `cross_entropy` has it as its weights.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -82,10 +83,10 @@ class PolicyTrainer:
             settings = settings.model_copy(update={"learning_rate": rate})
         self.version = self.optimizer_steps = 0
         self.client = client
-        self._service, self._spec, self._settings, self._division = service, spec, settings, division
+        self._service, self.spec, self._settings, self._division = service, spec, settings, division
         self._reference, self._teacher, self._seed, self._training_steps = reference, teacher, seed, steps
         self._limits = {"context_length": context_length, "vocabulary": vocabulary}
-        self.tokens_trained = self.tokens_scored = 0
+        self.counters = Counter(tokens_prefilled=0, tokens_trained=0, tokens_scored=0)
 
     def update(self, batch: Batch, algorithm: Algorithm, progress: Progress) -> UpdateResult:
         """Train on a batch; the version grows by one, also if nothing in the batch could be trained on."""
@@ -163,13 +164,13 @@ class PolicyTrainer:
         """[R] log-probabilities under the current weights, where these rows have tokens; 0 elsewhere."""
         if not rows:
             return torch.zeros_like(like_R)
-        self.tokens_scored += sum(len(row.tokens) for row in rows)
+        self.counters["tokens_scored"] += sum(len(row.tokens) for row in rows)
         data = [row.datum(weights=torch.ones_like(like_R)) for row in rows]
         return self._computed(rows, self.client.forward(data, "cross_entropy"), like_R)
 
     def _backward(self, rows: Sequence[Row], gradient_R: Tensor, at_R: Tensor | None = None) -> Tensor:
         """Send the gradient of these log-probabilities, or None: of any; returns them as `_forward` does."""
-        self.tokens_trained += sum(len(row.tokens) for row in rows)
+        self.counters["tokens_trained"] += sum(len(row.tokens) for row in rows)
         data = []
         for row in rows:
             descent_R = gradient_R * -self._division.undone(len(row.tokens) - 1, len(rows))
@@ -194,7 +195,7 @@ class PolicyTrainer:
             for row, future in zip(rows, asked, strict=True):
                 # The first token has none; not every service says so.
                 row.gather(future.result(self._service.options.timeout)[1 - len(row.tokens) :], logprobs_R)
-        self.tokens_scored += sum(len(row.tokens) for row in rows)
+        self.counters["tokens_prefilled"] += sum(len(row.tokens) for row in rows)
         return logprobs_R
 
     def _step(self, training_step: int) -> float:
@@ -218,7 +219,7 @@ class PolicyTrainer:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, with a new adapter: Tinker loads into none that has worked."""
-        client = self._service.trains(self._spec, self._seed)
+        client = self._service.trains(self.spec, self._seed)
         with self._service.explained(f"loading {state['path']}"):
             client.load_state_with_optimizer(state["path"]).result(self._service.options.timeout)
         self.client = client

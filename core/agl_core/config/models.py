@@ -97,7 +97,7 @@ class StopSection(Section):
     """When training ends before its last step."""
 
     tokens: int = Field(0, ge=0)
-    """Training ends once so many were prefilled, sampled, trained and scored, evaluations included; 0: never."""
+    """Training ends after so many, of all kinds that the engine counts, evaluations included; 0: never."""
 
 
 class TrainSection(Section):

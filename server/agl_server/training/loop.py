@@ -72,7 +72,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.saved_step = self.state.step
         config, session, source = self.loaded.config, self.session, self.session.tasks["train"]
-        self.state.tokens = self.checkpoints.read_tokens()
+        self.state.tokens = self.checkpoints.read_tokens() or self.state.tokens
         recorded = source if isinstance(source, RecordedTasks) else None
         without_logprobs = recorded is not None and (recorded.without_logprobs or self.loaded.trains_on_texts)
         self._is_judged = self.loaded.imitates or (recorded is not None and recorded.has_preferences)
@@ -119,7 +119,7 @@ class Trainer:
                 await self._after_step()
         finally:
             await self._experience.cancel()
-            with suppress(AglError):
+            with suppress(AglError, OSError):
                 await self._count()  # Rollouts that no step had took tokens too.
         if self.stopped:
             self.observer.say(

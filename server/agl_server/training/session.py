@@ -257,7 +257,7 @@ def estimate_tokens(loaded: LoadedConfig, session: Session, look: Look, took: Nu
     trained = train.steps * train.groups_per_step * train.group_size
     rollouts, passes = trained + evaluations * sum(map(len, planned)), trained * epochs * sum(map(len, whole))
     tokens = {"prefilled": took["prefilled"] * rollouts, "decoded": took["decoded"] * rollouts}
-    tokens |= {kind: passes for kind in ("trained", "scored") if kind in took}
+    tokens |= {"trained": passes} if "trained" in took else {}
     return rollouts, {kind: count / len(look.episodes) for kind, count in tokens.items()}
 
 

@@ -191,13 +191,13 @@ def test_doctor_estimates_what_the_run_takes_and_costs(running: Bench, doctor: D
     [_, _, asked] = running.upstream.received  # The engine is tried with two.
     assert asked.body["return_token_ids"] is True
     found = re.fullmatch(
-        r"ok    cost: about 8,600 tokens prefilled, 1,700 tokens sampled, ([\d,]+) tokens trained, \1 tokens scored; "
+        r"ok    cost: about 8,600 tokens prefilled, 1,700 tokens sampled, ([\d,]+) tokens trained; "
         r"cost (\S+), if all 86 rollouts are like this one",
         line,
     )
     assert found, line
     trained = int(found[1].replace(",", ""))
-    assert float(found[2]) == pytest.approx((8600 * 100 + 1700 * 1000 + 2 * trained * 10) / 1e6, abs=0.01)
+    assert float(found[2]) == pytest.approx((8600 * 100 + 1700 * 1000 + trained * 10) / 1e6, abs=0.01)
 
 
 def test_doctor_finds_an_engine_that_returns_no_ids(running: Bench, doctor: Doctor) -> None:
