@@ -84,7 +84,7 @@ class Distance:
     loss: float
     """Difference, of the value loss too if there is one; relative for losses above 1."""
     cosine: float
-    """Of the parameter changes, the critic's too."""
+    """The parameter changes' cosine, the critic's too."""
     norm: float
     """Relative difference of their norms."""
     metrics: float

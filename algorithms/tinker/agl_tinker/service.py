@@ -31,8 +31,8 @@ _LINEAR = 1e3
 """Adam's epsilon in a probe: beside it a gradient's own size is nothing, so that a step is linear in the gradient."""
 _SEEN = 0.02
 """The change of a log-probability that a probe has to make: larger than rounding, small enough to be linear."""
-_SILENCE, _LONGEST = 30.0, 300
-"""Seconds between two warnings of the client that are told, and characters of one."""
+_WARNING_INTERVAL, _MAX_WARNING = 30.0, 300
+"""Seconds between two of the client's warnings that the run shows, and the characters shown of each."""
 
 
 class Service:
@@ -125,9 +125,9 @@ class _Telling(logging.Handler):
         self._tell, self._told = tell, 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.created > self._told + _SILENCE:
+        if record.created > self._told + _WARNING_INTERVAL:
             self._told = record.created
-            self._tell(record.getMessage()[:_LONGEST])
+            self._tell(record.getMessage()[:_MAX_WARNING])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is said when a service refuses, fails, is silent, or lets a job wait: a server on this machine does all that."""
+"""A service that refuses, fails, is silent, or lets a job wait is explained: a server on this machine does all that."""
 
 from __future__ import annotations
 
