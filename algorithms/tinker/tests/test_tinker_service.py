@@ -166,8 +166,7 @@ def test_a_checkpoint_counts_without_the_adapter(tmp_path: Path, caplog: pytest.
         spec = PolicySpec("model", lora=LoraSection())
         client: Any = engine._service.trains(spec, 0)
         state = {"path": "tinker://run/weights/one"}
-        engine._specs = {"default": spec}
-        engine._trainers = {"default": SimpleNamespace(client=client, version=1, state=lambda name: state)}
+        engine._trainers = {"default": SimpleNamespace(client=client, spec=spec, version=1, state=lambda name: state)}
         engine.save(tmp_path)
     assert json.loads((tmp_path / "default" / STATE).read_text()) == state
     assert not (tmp_path / "default" / "model").exists()
