@@ -62,7 +62,7 @@ quickstart-verl: $(VERL)/.installed ## The same with veRL, Ray and vLLM, also on
 	@$(VERL)/bin/agl train examples/calc/train.toml --engine verl --set name=calc-verl \
 		--set engine.verl.gradient_checkpointing=false
 
-quickstart-tinker: install $(TINKER)/.installed ## The same by the Tinker API, with skyrl-tx on the CPU as the service (ten minutes, 2 GB)
+quickstart-tinker: install $(TINKER)/.installed ## The same by the Tinker API, with skyrl-tx on the CPU as the service (a quarter of an hour, 2 GB)
 	@$(BIN)/python -m algorithms.tinker.tests.skyrl_tx examples/calc/policy-qwen3 \
 		$(BIN)/agl train examples/calc/train.toml --engine tinker --set name=calc-tinker \
 		--set engine.tinker.base_url={url} --set engine.tinker.base_model={base} \

@@ -43,7 +43,7 @@ class TinkerServer:
     def __init__(self, host: Host[TinkerOptions]) -> None:
         options, context = host.options, host.context
         host.stage("asking the service")
-        self._service = Service(options, host.stage)
+        self._tell, self._service = host.stage, Service(options, host.stage)
         plugins = Plugins.load(context.plugin_files)
         self._samplers = Samplers(self._service, host.lost)
         self._trainers: dict[str, PolicyTrainer] = {}
@@ -127,9 +127,7 @@ class TinkerServer:
             keep_tokenizer_settings(spec.model, folder)
         except Exception as error:
             shutil.rmtree(folder, ignore_errors=True)
-            _log.warning(
-                "%s is not written (%s). `tinker checkpoint download` gets it from the service.", folder, error
-            )
+            self._tell(f"{folder} is not written ({error}). `tinker checkpoint download` gets it from the service.")
 
     def load(self, folder: Path) -> None:
         for name, trainer in self._trainers.items():
