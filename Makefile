@@ -149,7 +149,7 @@ newest: ## Test all adapters, veRL and Tinker's client with the newest releases 
 	$(MAKE) newest-tinker || failed="$$failed algorithms/tinker"; $(call say_failed)
 
 newest-tinker: ## Test the engine for the Tinker API with the newest client and a scripted service (two minutes, 2 GB)
-	@$(call newest_in,$(FRAMEWORKS)/tinker,core -e server[test] -e algorithms/policy -e algorithms/chat -e algorithms/tinker)
+	@$(call newest_in,$(FRAMEWORKS)/tinker,core -e server[test] -e rewards -e algorithms/policy -e algorithms/chat -e algorithms/tinker)
 	@$(FRAMEWORKS)/tinker/bin/python -m pytest -p no:cacheprovider algorithms/tinker/tests
 
 # What veRL and vLLM allow each other, whatever agl-verl pins; without the packages that transformers cannot be imported

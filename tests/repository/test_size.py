@@ -23,8 +23,8 @@ BOUNDS = {
     "lines of the server": 13246,
     "lines of the largest room of both": 2817,
     "modules in a circle of imports": 0,
-    "lines of all Python": 113433,
-    "words of Markdown": 82528,
+    "lines of all Python": 113570,
+    "words of Markdown": 82824,
     "files that one call passes": 36,
     "settings": 211,
 }

@@ -63,10 +63,8 @@ class TinkerEngine(ProcessEngine[TinkerOptions]):
                 )
 
     def describe(self) -> str:
-        place = self._options.base_url or "Tinker"
-        models = sorted(
-            {self._options.base_model or spec.name or spec.model for spec in self._context.policies.values()}
-        )
+        specs, place = self._context.policies.values(), self._options.base_url or "Tinker"
+        models = sorted({self._options.base_model or spec.name or spec.model for spec in specs})
         return f"# Samples from and trains adapters of {', '.join(models)} at {place}; nothing runs on this machine.\n"
 
 

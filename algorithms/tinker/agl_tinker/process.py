@@ -27,7 +27,6 @@ from agl_tinker.trainer import PolicyTrainer
 
 STATE = "tinker.json"
 """A policy's file in a checkpoint: where the service keeps it, and how far it was."""
-_log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -74,7 +73,7 @@ class TinkerServer:
                 probed = self._service.trains(spec, seed)
                 with self._service.explained("making steps that are taken back"):
                     division = Division.probed(probed, tokens, options.timeout)
-                _log.info("The service's division: %s.", division)
+                logging.info("The service's division: %s.", division)
             self._trainers[name] = PolicyTrainer(
                 self._service,
                 self._service.trains(spec, seed),
@@ -116,8 +115,7 @@ class TinkerServer:
         assert spec.lora is not None, "the run's side checks it"
         try:
             with self._service.explained("saving weights to download them"):
-                saved = trainer.client.save_weights_for_sampler(unique(name, trainer.version))
-                self._service.download(saved.result(self._service.options.timeout).path, folder)
+                self._service.download(trainer.client, unique(name, trainer.version), folder)
             file = folder / "adapter_config.json"
             described = json.loads(file.read_text()) | {"base_model_name_or_path": spec.name or spec.model}
             # skyrl-tx names no layers, and peft would take its own for the model.
@@ -149,7 +147,8 @@ class TinkerServer:
 
     def _serve_version(self, name: str) -> None:
         trainer = self._trainers[name]
-        sampler = self._service.save_sampler(trainer.client)
+        with self._service.explained("saving weights for the sampler"):
+            sampler = self._service.ready(trainer.client.save_weights_and_get_sampling_client)
         self._samplers.served[name] = Served(trainer.version, sampler, frozenset(self._texts[name].eos_ids))
 
     def _trainer(self, name: str) -> PolicyTrainer:

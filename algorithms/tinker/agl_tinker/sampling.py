@@ -16,8 +16,6 @@ from agl_core.errors import EngineError
 from agl_core.types import FinishReason
 from agl_tinker.service import Service
 
-_SEEDS = 2**31
-
 
 @dataclass(frozen=True)
 class Served:
@@ -64,7 +62,7 @@ class Samplers:
     async def _sample(self, served: Served, request: Request, prompt: list[int], choice: int) -> tinker.SampledSequence:
         parameters = tinker.SamplingParams(
             max_tokens=max(1, request.max_tokens - len(request.forced_ids)),
-            seed=(request.seed + choice) % _SEEDS,
+            seed=(request.seed + choice) % 2**31,
             stop=sorted(served.end_ids),
             temperature=request.temperature,
             top_p=request.top_p,

@@ -8,6 +8,7 @@ import os
 import re
 import tarfile
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -84,19 +85,24 @@ class Service:
         with self.explained(f"asked for a sampler of {model!r}"):
             return self.ready(lambda: self.client.create_sampling_client(**chosen))
 
-    def save_sampler(self, client: tinker.TrainingClient) -> tinker.SamplingClient:
-        """A sampler of a client's weights as they are now."""
-        with self.explained("saving weights for the sampler"):
-            return self.ready(client.save_weights_and_get_sampling_client)
-
-    def download(self, path: str, folder: Path) -> None:
-        """Unpack saved sampler weights into a new folder."""
+    def download(self, client: Any, name: str, folder: Path) -> None:
+        """Write the adapter of a client's weights into a new folder."""
+        rest: Any = self.client.create_rest_client()
+        timeout = self.options.timeout
+        folder.mkdir(parents=True)
+        if hasattr(client, "save_weights_external"):  # The newest client gets no archive. An hour is the shortest life.
+            path = client.save_weights_external(name, ttl_seconds=3600).result(timeout).path
+            for file, url in rest.get_external_weights_urls(path).result(timeout).urls.items():
+                (folder / Path(file).name).write_bytes(self._content(url))
+            return
+        path = client.save_weights_for_sampler(name).result(timeout).path
         run, _, checkpoint = path.removeprefix("tinker://").partition("/")  # skyrl-tx's have no `sampler_weights/`.
-        archive = self.client.create_rest_client().get_checkpoint_archive_url(run, checkpoint)
-        url = archive.result(self.options.timeout).url
-        packed = httpx.get(url, timeout=self.options.timeout, follow_redirects=True).raise_for_status().content
-        with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+        url = rest.get_checkpoint_archive_url(run, checkpoint).result(timeout).url
+        with tarfile.open(fileobj=io.BytesIO(self._content(url))) as files:
             files.extractall(folder, filter="data")
+
+    def _content(self, url: str) -> bytes:
+        return httpx.get(url, timeout=self.options.timeout, follow_redirects=True).raise_for_status().content
 
     @contextmanager
     def explained(self, when: str) -> Iterator[None]:
@@ -108,8 +114,9 @@ class Service:
                 f"{self.place} does not answer, {when} ({type(error).__name__}). Look at engine.tinker.base_url and at "
                 f"the network; the run resumes from its last checkpoint."
             ) from error
-        except (tinker.TinkerError, ValueError) as error:  # The client's own for a request that failed.
-            cause = error.__cause__ if isinstance(error.__cause__, tinker.APIStatusError) else error
+        except (tinker.TinkerError, ValueError, AttributeError) as error:  # The client's own; the last at a first 402.
+            chain = (error, error.__cause__, error.__context__)
+            cause = next((one for one in chain if isinstance(one, tinker.APIStatusError)), error)
             key = f" Look at the key in {self.options.api_key_env}."
             quota = " Look at the quota, and at what is paid."
             remedy = {401: key, 402: quota, 403: key, 429: quota}.get(getattr(cause, "status_code", 0), "")
@@ -118,15 +125,15 @@ class Service:
 
 
 class _Telling(logging.Handler):
-    """Tells what the client warns of, once in a while: a job that is paused, and why; a service out of reach."""
+    """Tells what the client warns of, each once in a while: a job that is paused, and why; a service out of reach."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._tell, self._told = tell, 0.0
+        self._tell, self._told = tell, defaultdict[int, float](float)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.created > self._told + _WARNING_INTERVAL:
-            self._told = record.created
+        if record.created > self._told[record.lineno] + _WARNING_INTERVAL:
+            self._told[record.lineno] = record.created
             self._tell(record.getMessage()[:_MAX_WARNING])
 
 

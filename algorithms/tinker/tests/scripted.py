@@ -6,12 +6,14 @@ Tinker does to load a checkpoint into a model that has worked. Sums are not divi
 
 from __future__ import annotations
 
+import io
 import json
 import socket
+import tarfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,7 @@ class ScriptedService:
         self._created: dict[str, Json] = {}
         self._samplers: dict[str, torch.Tensor] = {"": self._new_model().logits.detach()}
         self._results: dict[str, tuple[str, Json]] = {}
+        self._files: dict[str, bytes] = {}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
@@ -89,6 +92,8 @@ class ScriptedService:
     async def _answer(self, request: Request) -> Response:
         route = request.path_params["route"].split("/")[0]
         self.asked[route] += 1
+        if route == "files":
+            return Response(self._files[request.path_params["route"].split("/", 1)[1]])
         if request.headers.get("x-api-key") != KEY:
             return JSONResponse({"detail": "Invalid API key."}, 401)
         if self.statuses[route]:
@@ -98,6 +103,8 @@ class ScriptedService:
         body = _pass_of(content) if as_proto else json.loads(content or b"{}")
         if route == "retrieve_future":
             return self._retrieved(body["request_id"], as_proto=PROTO in request.headers.get("accept", ""))
+        if route == "training_runs":
+            return self._downloads(request.path_params["route"])
         if route == "samplers":
             return JSONResponse({"sampler_id": request.path_params["route"].split("/")[1], "base_model": "bigrams"})
         if route in _CONSTANT:
@@ -136,6 +143,18 @@ class ScriptedService:
             return Response(_as_proto(result), media_type=PROTO)
         return JSONResponse(result)
 
+    def _downloads(self, route: str) -> Response:
+        """Where the files of a saved adapter are: an archive for the older client, each of them for the newest."""
+        _, run, _, *checkpoint, wanted = route.split("/")
+        weights = self._samplers[f"tinker://{run}/{'/'.join(checkpoint)}"].numpy().tobytes()
+        files = {"adapter_config.json": b'{"lora_alpha": 32}', "adapter_model.safetensors": weights}
+        place = f"{self.url}/api/v1/files"
+        if wanted == "archive":
+            self._files["archive"] = archive(files)
+            return Response(status_code=302, headers={"location": f"{place}/archive"})
+        self._files |= files
+        return JSONResponse({"urls": {f"model/{name}": f"{place}/{name}" for name in files}, "expires": time.time()})
+
     def _new_model(self) -> TrainedBigrams:
         return TrainedBigrams(self._vocabulary, self._saved)
 
@@ -161,8 +180,17 @@ class ScriptedService:
     def _save_weights_for_sampler(self, body: Json) -> Json:
         weights = self._models[body["model_id"]].logits.detach().clone()
         name = body.get("path") or f"session-{len(self._samplers)}"
-        self._samplers[name] = weights
-        return {"type": "save_weights_for_sampler", "path" if body.get("path") else "sampling_session_id": name}
+        if not body.get("path"):
+            self._samplers[name] = weights
+            return {"type": "save_weights_for_sampler", "sampling_session_id": name}
+        path = f"tinker://{body['model_id']}/sampler_weights/{name}"
+        self._samplers[path] = weights
+        return {"type": "save_weights_for_sampler", "path": path}
+
+    def _save_weights_external(self, body: Json) -> Json:
+        path = f"tinker://{body['model_id']}/external_weights/{body['path']}"
+        self._samplers[path] = self._models[body["model_id"]].logits.detach().clone()
+        return {"type": "save_weights_external", "path": path}
 
     def _create_sampling_session(self, body: Json) -> Json:
         name = f"session-{len(self._samplers)}"
@@ -201,6 +229,16 @@ def scripted_service(folder: Path) -> Iterator[ScriptedService]:
         yield service
     finally:
         server.should_exit = True
+
+
+def archive(files: Mapping[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
 
 
 _CONSTANT: dict[str, Json] = {

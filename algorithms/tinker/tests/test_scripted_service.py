@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from transformers import AutoTokenizer
 
 from agl_core.config.sections import LoraSection
 from agl_core.errors import EngineError
@@ -65,6 +68,22 @@ async def test_a_request_that_fails_is_said_with_its_reason(service: ScriptedSer
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_a_checkpoint_has_the_adapter_as_peft_loads_it(case: EngineCase, tmp_path: Path) -> None:
+    """The newest client has no archive, and the older one nothing else."""
+    saved = list[bytes]()
+    for number in range(2):
+        await case.update(await case.sampled())
+        await case.engine.save(tmp_path / str(number))
+        model = tmp_path / str(number) / case.policy / "model"
+        saved.append((model / "adapter_model.safetensors").read_bytes())
+        described = json.loads((model / "adapter_config.json").read_text())
+    assert saved[0] != saved[1]
+    assert described["base_model_name_or_path"] == case.context.policies[case.policy].model
+    assert sorted(described["target_modules"]) == sorted(LoraSection().targets)
+    AutoTokenizer.from_pretrained(model)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
 async def test_the_engine_keeps_the_contract(case: EngineCase, check: EngineCheck) -> None:
     await check(case)
@@ -75,5 +94,5 @@ def test_a_key_that_the_service_does_not_know_is_said(
 ) -> None:
     monkeypatch.setenv("OTHER_KEY", f"{KEY}-else")
     monkeypatch.delenv("TINKER_API_KEY")  # The client 0.15 prefers it to the key that it is given.
-    with pytest.raises(EngineError, match=r"refused, asked for a session: .*Invalid API key.*OTHER_KEY"):
+    with pytest.raises(EngineError, match=r"refused, asked for a s\w+.*: .*Invalid API key.*OTHER_KEY"):
         Service(TinkerOptions(base_url=service.url, api_key_env="OTHER_KEY")).sampler_of("bigrams")

@@ -117,8 +117,8 @@ class EngineCase:
             return await client.post(f"{self.upstream.urls[0]}/chat/completions", json=body, headers=headers)
 
     async def sampled(self) -> Batch:
-        """A batch of real replies, one group, each with a value of its own."""
-        replies = await asyncio.gather(*(self.ask(question) for question in QUESTIONS))
+        """A batch of real replies, one group, each with a seed and a value of its own."""
+        replies = await asyncio.gather(*(self.ask(question, seed=seed) for seed, question in enumerate(QUESTIONS)))
         rows = [Row.of_reply(reply.json(), value) for value, reply in enumerate(replies)]
         return batch_of(rows, version=await self.version())
 
