@@ -67,7 +67,7 @@ quickstart-tinker: install $(TINKER)/.installed ## The same by the Tinker API, w
 		$(BIN)/agl train examples/calc/train.toml --engine tinker --set name=calc-tinker \
 		--set engine.tinker.base_url={url} --set engine.tinker.base_model={base} \
 		--set policies.default.model.path=policy-qwen3 --set policies.default.model.lora.rank=8 \
-		--set policies.default.optimizer.learning_rate=4e-3 \
+		--set policies.default.optimizer.learning_rate=1.63e-3 \
 		--set train.steps=8 --set train.groups_per_step=8 --set eval.every=8 --set eval.tasks=40
 
 cold-start: install ## Train a policy that never succeeds: on demonstrations, on its best rollouts, then with GRPO (three minutes)
@@ -136,7 +136,7 @@ test-frameworks: ## Test adapters and frameworks that need an environment of the
 test-harnesses: install ## Test command-line agents as they are published (a quarter of an hour, 3 GB); HARNESS=codex: one of them; NEWEST=1: their newest releases
 	@$(PYTEST) -o python_files='live_*.py' adapters/harnesses/tests
 
-test-tinker: install $(TINKER)/.installed ## Test the engine for the Tinker API with skyrl-tx on the CPU (five minutes, 2 GB)
+test-tinker: install $(TINKER)/.installed ## Test the engine for the Tinker API with skyrl-tx on the CPU (twenty minutes, 2 GB)
 	@$(PYTEST) -o python_files='live_*.py' algorithms/tinker/tests
 
 newest: ## Test all adapters, veRL and Tinker's client with the newest releases of what they need, and say what breaks (an hour, 12 GB)

@@ -24,7 +24,7 @@ BOUNDS = {
     "lines of the largest room of both": 2817,
     "modules in a circle of imports": 0,
     "lines of all Python": 113570,
-    "words of Markdown": 82824,
+    "words of Markdown": 82969,
     "files that one call passes": 36,
     "settings": 211,
 }
