@@ -148,7 +148,7 @@ newest: ## Test all adapters, veRL and Tinker's client with the newest releases 
 	$(MAKE) newest-verl || failed="$$failed algorithms/verl"; \
 	$(MAKE) newest-tinker || failed="$$failed algorithms/tinker"; $(call say_failed)
 
-newest-tinker: ## Test the engine for the Tinker API with the newest client and a scripted service (two minutes, 2 GB)
+newest-tinker: ## Test the engine for the Tinker API with the newest client and a scripted service (five minutes, 2 GB)
 	@$(call newest_in,$(FRAMEWORKS)/tinker,core -e server[test] -e rewards -e algorithms/policy -e algorithms/chat -e algorithms/tinker)
 	@$(FRAMEWORKS)/tinker/bin/python -m pytest -p no:cacheprovider algorithms/tinker/tests
 

@@ -144,7 +144,7 @@ class ScriptedService:
         return JSONResponse(result)
 
     def _downloads(self, route: str) -> Response:
-        """Where the files of a saved adapter are: an archive for the older client, each of them for the newest."""
+        """The address of a saved adapter: an archive for the older client, each file for the newest."""
         _, run, _, *checkpoint, wanted = route.split("/")
         weights = self._samplers[f"tinker://{run}/{'/'.join(checkpoint)}"].numpy().tobytes()
         files = {"adapter_config.json": b'{"lora_alpha": 32}', "adapter_model.safetensors": weights}
